@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gkd.spans import ProcessSpans
+from teacher_server.vision.images import EncodedImage
 from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Prompt:
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
     row: bytes | None = None  # see `gkd.data.row_files`; None means no function needs it
     own: np.ndarray | None = None  # [R] bool, the assistant's own tokens of response_ids; None means all
+    images: tuple[EncodedImage, ...] = ()  # in the order of their placeholders in token_ids and in teacher_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Rollout:
     reward: float | None = None  # the environment's; None: it gives none
     messages: bytes | None = None  # JSON, turns and observations as messages; None without an environment
     first_turn: int = 0  # the turn of the first own token; above 0 if distill.skip_first_tokens has left turns out
+    images: tuple[EncodedImage, ...] = ()  # the prompt's; the samples of a prompt share the objects
 
     @property
     def policy_version(self) -> int:
@@ -240,6 +243,7 @@ class MicroBatch:
     samples: tuple[tuple[int, int], ...] = ()  # (sample_index, number of rows) per sequence, in row order
     # [n_sequences + 1] int32, packed only: sequence i is columns cu_seqlens[i] .. cu_seqlens[i + 1]; from 0 to S.
     cu_seqlens: torch.Tensor | None = None
+    images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each sequence, in row order; empty: no sequence has any
 
     @property
     def n_loss_tokens(self) -> int:

@@ -22,7 +22,8 @@ TOP = ("gkd", "teacher_server")
 # (`gkd.trainer`) sees its roles as Protocols, `gkd.memory.footprint` predicts memory without a backend, and the
 # teacher server installs without the trainer.
 _ORDER = """
-teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
+teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.vision
+teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
 teacher_server.__main__
 gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.config gkd.roles gkd.run
@@ -37,11 +38,11 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 54_820,
-    "files": 315,
+    "lines": 56_280,
+    "files": 323,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
-    "config_keys": 158,
-    "lines of tests": 65_920,
+    "config_keys": 160,
+    "lines of tests": 67_190,
     "lines of benches": 6_400,
     "lines of results": 8_000,
     "lines of the longest result": 200,

@@ -286,6 +286,7 @@ def _fsdp(config: Config, layout: ParallelLayout, collective_timeout_s: float, c
         cpu_offload=config.actor.fsdp_cpu_offload,
         collective_timeout_s=collective_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
+        vision=config.derived.vision,
         **common,
     )
 

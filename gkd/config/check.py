@@ -353,6 +353,36 @@ def _check_path(key: str, path: str, more: str = "") -> None:
 # Check the keys of trajectories. `gkd.preflight.user_code` imports the environment.
 
 
+def check_images(config: Config) -> None:
+    """Check that everything that reads a prompt can read its images."""
+    key = "data.images_key"
+    if not config.data.images_key:
+        config.check_unused(["model.freeze_vision"], "data.images_key is empty.", f"remove it, or set {key}.")
+        return
+    if config.actor.strategy != "fsdp2":
+        problem = f"actor.strategy={config.actor.strategy} trains a language model without its vision tower."
+        raise config.error(key, problem, "remove it, or use actor.strategy=fsdp2.")
+    if config.actor.cp > 1:
+        problem = f"actor.cp={config.actor.cp} would share the tokens of an image among ranks, which was not compared."
+        raise config.error(key, problem, "use actor.cp=1.")
+    if config.actor.lora.rank and not config.model.freeze_vision:
+        problem = "with actor.lora.rank only adapters of the language model are trained."
+        raise config.error("model.freeze_vision", problem, "use true, or actor.lora.rank=0.")
+    if config.rollout.environment:
+        problem = "what an environment answers cannot have images, and the turns behind them were not compared."
+        raise config.error(key, problem, "remove it, or rollout.environment.")
+    if config.teacher.tokenizer:
+        problem = "the tokens of an image belong to one processor, and teacher.tokenizer is another model's."
+        raise config.error(key, problem, "remove it, or use a teacher with the student's tokenizer and processor.")
+    for route in config.derived.routes:
+        if route.teacher.backend == "http":
+            problem = "an HTTP server would get the places of the images without the images."
+            raise route.error("backend", problem, "use zmq, and start the server with --images.")
+    if config.data.truncation not in ("error", "drop"):
+        problem = "a cut could leave a part of an image."
+        raise config.error("data.truncation", problem, "use error or drop, or a larger data.max_prompt_length.")
+
+
 def check_environment(config: Config) -> None:
     """Check that the environment is named in a valid way, and what needs one or cannot have one."""
     rollout, paths = config.rollout, (config.eval.metric, *config.derived.rewards)
@@ -417,6 +447,7 @@ _CHECKS = (
     check_reward,
     check_best,
     check_environment,
+    check_images,
 )
 
 

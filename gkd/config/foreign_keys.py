@@ -14,6 +14,8 @@ TABLES = {
 data.train_batch_size | trainer.global_batch_size | With main_ppo use the value of ppo_mini_batch_size.
 data.apply_chat_template_kwargs | data.chat_template_kwargs |
 data.filter_overlong_prompts | data.truncation | true becomes drop.
+data.image_key | data.images_key | The default of verl is images.
+actor_rollout_ref.actor.freeze_vision_tower | model.freeze_vision | true is the default here.
 actor_rollout_ref.actor.strategy | actor.strategy | fsdp becomes fsdp2.
 actor_rollout_ref.actor.ppo_mini_batch_size | trainer.global_batch_size | The GKD recipe does not use it.
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu | actor.micro_batch_size | The GKD recipe does not use it.
@@ -106,6 +108,7 @@ sft_alpha | distill.losses | It is the weight of sft.
 dataset | data.train_files | Write the dataset as JSONL or parquet. Rows with messages need data.prompt_key messages.
 system | data.system_prompt |
 truncation_strategy | data.truncation | delete becomes drop.
+freeze_vit | model.freeze_vision | freeze_aligner has no key of its own: it is frozen, or trained, with the tower.
 vllm_mode | trainer.colocate | colocate becomes true, server becomes false.
 train_iters | trainer.total_steps | Raise trainer.total_epochs, so that the data suffice.
 train.gpus | trainer.n_gpus_per_node | Divide it by the number of nodes.
@@ -122,6 +125,7 @@ teacher.gpus | | It is --gpus of gkd teacher.
 --calculate-per-token-loss | distill.normalize | It becomes token, the default. Scripts without it need sequence.
 --prompt-data | data.train_files |
 --input-key | data.prompt_key |
+--multimodal-keys | data.images_key | It is the column of image.
 --apply-chat-template | data.chat_template | It becomes always. Scripts without it need never.
 --rollout-max-response-len | data.max_response_length |
 --rollout-batch-size | trainer.global_batch_size | Divide it by the optimizer steps of a rollout.

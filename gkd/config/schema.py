@@ -13,7 +13,7 @@ from typing import cast
 
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
 from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, has_expandable_segments
-from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections
+from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections, Vision
 from gkd.config.schema_teacher import ACTOR, BY_UNITS, ROLLOUT, RouteConfig, TeacherConfig
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
@@ -78,6 +78,7 @@ class Derived:
     moves_states: bool  # the actor's states are in host memory between two calls
     early_parts: bool  # a step can train on a part of its batch before it has the rest
     rewards: tuple[str, ...]  # functions of reward.functions, which judge training responses
+    vision: Vision  # what becomes of the student's vision tower
     metrics: tuple[str, ...]  # functions in processes of their own that judge held-out responses; at most one
 
 
@@ -115,6 +116,7 @@ class Config(Sections):
         # Engines alone compare their greedy responses.
         engines_judge = self.eval.metric == EXACT_MATCH and self.eval.n == 1
         has_metric = bool(data.val_files) and self.eval.metric != NO_METRIC and not engines_judge
+        vision: Vision = ("frozen" if self.model.freeze_vision else "trained") if data.images_key else "none"
         # The loss of each token contains a sum over the batch: of sequences, of a teacher's tokens, of rewards.
         needs_whole_batch = self.distill.normalize != "token" or bool(teacher.routes or self.reward.functions)
         return Derived(
@@ -137,6 +139,7 @@ class Config(Sections):
             moves_states=moves_states,
             early_parts=not needs_whole_batch and not moves_states,
             rewards=tuple(entry.path for entry in self.reward.functions),
+            vision=vision,
             metrics=(self.eval.metric,) if has_metric else (),
         )
 

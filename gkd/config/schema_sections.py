@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from gkd.config.declare import IF_NO_REWARD, Key, file_key, key
 from gkd.config.schema_actor import ActorConfig
@@ -108,6 +108,10 @@ class DataConfig:
         "Column of the tools that a prompt offers, for the chat template: a list of {type: function, function: {name, "
         "...}}, or such a list as JSON text; null or empty = none. Empty = no tools. docs/data.md.",
     )
+    images_key: str = key(
+        "",
+        "Column of the images of a prompt, in the order of their places in it; empty = no images. docs/data.md.",
+    )
     messages_key: str = key(
         "",
         "Column of whole conversations, in place of prompt_key and response_key: the prompt stands before the first "
@@ -155,6 +159,9 @@ class DataConfig:
     )
 
 
+Vision: TypeAlias = Literal["none", "frozen", "trained"]  # what becomes of a student's vision tower; none: not built
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = file_key(
@@ -165,6 +172,7 @@ class ModelConfig:
     )
     dtype: str = key("bfloat16", "dtype of the weights, also in the rollout engine.", choices=("bfloat16", "float32"))
     trust_remote_code: bool = key(False, "Let transformers run Python code from the model folder.")
+    freeze_vision: bool = key(True, "Do not train the vision tower and its projection. Only with data.images_key.")
     n_vocab: int = key(
         0,
         "Token ids that the student generates and is trained on: 0 to n_vocab - 1. The other rows of its embedding are "

@@ -195,4 +195,5 @@ def _dataset_rollout(prompt: Prompt, sample_index: int, eos_ids: Collection[int]
         route=prompt.route,
         teacher_ids=prompt.teacher_ids,
         own=prompt.own,
+        images=prompt.images,
     )

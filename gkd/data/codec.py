@@ -20,6 +20,7 @@ import numpy as np
 
 from gkd.errors import DataError
 from gkd.types import Prompt
+from teacher_server.vision.images import EncodedImage
 
 
 class _Sent(msgspec.Struct, array_like=True):
@@ -31,6 +32,7 @@ class _Sent(msgspec.Struct, array_like=True):
     token_ids: bytes
     teacher_ids: bytes | None
     row: bytes | None
+    images: tuple[bytes, ...] = ()
 
 
 _DECODER = msgspec.msgpack.Decoder(list[_Sent])
@@ -41,7 +43,8 @@ def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> 
     sent = []
     for p, index in zip(prompts, prompt_indices, strict=True):
         view = None if p.teacher_ids is None else p.teacher_ids.astype(np.int32).tobytes()
-        sent.append(_Sent(p.prompt_id, index, p.route, p.token_ids.astype(np.int32).tobytes(), view, p.row))
+        images = tuple(image.data for image in p.images)
+        sent.append(_Sent(p.prompt_id, index, p.route, p.token_ids.astype(np.int32).tobytes(), view, p.row, images))
     return msgspec.msgpack.encode(sent)
 
 
@@ -59,7 +62,8 @@ def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
     for each in sent:
         view = None if each.teacher_ids is None else np.frombuffer(each.teacher_ids, np.int32)
         ids = np.frombuffer(each.token_ids, np.int32)
-        prompts.append(Prompt(each.prompt_id, ids, route=each.route, teacher_ids=view, row=each.row))
+        images = tuple(map(EncodedImage, each.images))
+        prompts.append(Prompt(each.prompt_id, ids, route=each.route, teacher_ids=view, row=each.row, images=images))
     return prompts, [each.index for each in sent]
 
 

@@ -37,6 +37,7 @@ from gkd.errors import DataError
 from gkd.text.pair import TokenizerPair
 from gkd.text.targets import TextTargets
 from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTargets
+from teacher_server.vision.images import EncodedImage
 
 T = TypeVar("T")
 
@@ -128,6 +129,7 @@ def _padded(rollouts: Sequence[Rollout], pad_id: int) -> MicroBatch:
         loss_index=_loss_index(rollouts, np.arange(len(rollouts)) * length),
         targets=None,
         samples=_samples(rollouts),
+        images=_images(rollouts),
     )
 
 
@@ -140,7 +142,12 @@ def _packed(rollouts: Sequence[Rollout]) -> MicroBatch:
         targets=None,
         samples=_samples(rollouts),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
+        images=_images(rollouts),
     )
+
+
+def _images(rollouts: Sequence[Rollout]) -> tuple[tuple[EncodedImage, ...], ...]:
+    return tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else ()
 
 
 def _tokens(rollout: Rollout) -> np.ndarray:

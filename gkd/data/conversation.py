@@ -63,6 +63,9 @@ _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning",
 # Placeholders of text that each row has for itself, and the student does not read.
 _PRIVILEGED = ("answer", "response")
 
+IMAGE = "\ue002"  # the place of an image in a text: a character for private use
+_IMAGE_PARTS = {"image", "image_url", "input_image"}  # types of parts
+
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
 
 Message = dict[str, Any]
@@ -80,6 +83,7 @@ class Conversation:
         tools: that the prompt offers, in OpenAI's format.
         response: the last assistant message with all its keys, taken off; None: the last message was another one.
         converted: the form that was converted, to be counted; empty if there was none.
+        images: values of the parts that are images, one for each mark `IMAGE`; None: the part has no value.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
@@ -87,9 +91,12 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     response: dict[str, Any] | None = None
     converted: str = ""
+    images: tuple[Any, ...] = ()
 
 
-def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bool = False) -> Conversation:
+def read_conversation(
+    value: Any, setting: Setting, where: str, *, from_json: bool = False, with_images: bool = False
+) -> Conversation:
     """Return the conversation of a column's value.
 
     Contents that are lists of text parts are joined with line feeds, as vLLM's server does.
@@ -110,13 +117,15 @@ def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bo
                 raise _refused(setting, where, "is an empty text")
             check_unicode(value, setting, where)
             return Conversation(text=value)
-        return replace(read_conversation(found, setting, where, from_json=True), converted="JSON text of messages")
+        read_json = read_conversation(found, setting, where, from_json=True, with_images=with_images)
+        return replace(read_json, converted="JSON text of messages")
     if isinstance(value, dict):
         raise _refused(setting, where, f"is one object with the keys {sorted(value)}", "write a list of messages.")
     if not isinstance(value, list) or not value:
         raise _refused(setting, where, f"is {quoted(value)}")
     sharegpt = isinstance(value[0], dict) and value[0].keys() >= {"from", "value"}
-    read = [_message(message, i, sharegpt, setting, where) for i, message in enumerate(value, 1)]
+    images: list[Any] | None = [] if with_images else None
+    read = [_message(message, i, sharegpt, setting, where, images) for i, message in enumerate(value, 1)]
     messages = [message for message, _ in read]
     if ".parquet:" in where and not from_json and _has_null([call_arguments(message) for message in messages]):
         problem = f"has nulls in {quoted(value)}, which parquet writes for arguments that only other calls have"
@@ -127,7 +136,7 @@ def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bo
         raise _refused(setting, where, f"has a function_call, which templates leave out: {quoted(old[0])}", _NEW_CALLS)
     if not any(message["content"].strip() for message in messages):
         raise _refused(setting, where, f"has no text before the response: {quoted(value)}")
-    return Conversation(tuple(messages), response=response, converted=converted)
+    return Conversation(tuple(messages), response=response, converted=converted, images=tuple(images or ()))
 
 
 @cache
@@ -270,7 +279,9 @@ def json_messages(text: str) -> list[Any] | None:
     return value if are_messages and all(are_messages) else None
 
 
-def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str) -> tuple[dict[str, Any], bool]:
+def _message(
+    message: Any, i: int, sharegpt: bool, setting: Setting, where: str, images: list[Any] | None
+) -> tuple[dict[str, Any], bool]:
     """Return message number `i` with a text as content, and whether the text was in parts."""
     if not isinstance(message, dict):
         raise _refused(setting, where, f"has {quoted(message)} as message {i}", "write {role, content} objects.")
@@ -290,7 +301,7 @@ def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str)
         raise _refused(setting, where, f"has {quoted(calls)} as the tool calls of message {i}")
     content = "" if content is None and calls else content
     parts = isinstance(content, list)
-    text = _joined(content, i, setting, where) if parts else content
+    text = _joined(content, i, setting, where, images) if parts else content
     if not isinstance(text, str):
         found = f"has {quoted(content)} as the content of message {i} ({name}), expected text"
         raise _refused(setting, where, found)
@@ -303,16 +314,23 @@ def call_arguments(message: Mapping[str, Any]) -> list[Any]:
     return [(call.get("function") or call).get("arguments", {}) for call in message.get("tool_calls", ())]
 
 
-def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str) -> str:
+def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: list[Any] | None) -> str:
     texts = []
+    n_images = len(images or ())
     for part in parts:
         fields = {"type": "text", "text": part} if isinstance(part, str) else part
         filled = {key for key, value in fields.items() if value is not None} if isinstance(fields, dict) else set()
+        if images is not None and filled and fields.get("type") in _IMAGE_PARTS:
+            values = [fields[key] for key in filled - {"type", "text"}]
+            images.append(values[0] if values else None)
+            texts.append(IMAGE)
+            continue
         is_text = filled <= {"type", "text"} and fields.get("type", "text") == "text"
         if not is_text or not isinstance(fields.get("text"), str):
             raise _refused(setting, where, f"has {quoted(part)} in message {i}, and only text is supported")
         texts.append(fields["text"])
-    return "\n".join(texts)
+    # Templates write parts one after the other; vLLM's server, for those that take texts alone, with line feeds.
+    return ("" if len(images or ()) > n_images else "\n").join(texts)
 
 
 def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigError:
@@ -394,7 +412,8 @@ class TeacherPrompts:
         if self._template:
             found = self._filled(row, prompt, where)
         elif own := row.get(self._config.teacher_prompt_key) if self._config.teacher_prompt_key else None:
-            found = read_conversation(own, self.setting, where)
+            with_images = bool(self._config.images_key)
+            found = read_conversation(own, self.setting, where, with_images=with_images)
         self._n_own += found is not None
         return found
 

@@ -37,12 +37,14 @@ from gkd.data.conversation import (
     reference_text,
     split_conversation,
 )
+from gkd.data.images import ImageReader, without_images
 from gkd.data.render import AS_IS, NO_THOUGHTS, SYSTEM, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 from gkd.spans import driver
 from gkd.types import Prompt
+from teacher_server.vision.images import EncodedImage
 
 log = get_logger("data")
 
@@ -139,8 +141,9 @@ def load_prompts(
                     response,
                     read.route,
                     None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
-                    encode_row(where, row) if keep_rows else None,
+                    encode_row(where, reader.kept(row)) if keep_rows else None,
                     own,
+                    read.images,
                 )
             )
     if not prompts:
@@ -161,6 +164,7 @@ class ReadRow:
     response: Mapping[str, Any] | None
     route: int
     turns: tuple[Turn, ...] = ()  # messages behind the prompt, see data.messages_key
+    images: tuple[EncodedImage, ...] = ()  # both prompts have them
 
     @property
     def parts(self) -> list[Rendered]:
@@ -187,7 +191,9 @@ class RowReader:
         tools: Tools = (),
         response_ends: Sequence[int] | None = None,
         teacher_tokenizer: Any = None,
+        images: ImageReader | None = None,
     ) -> None:
+        self._images = images
         self.config, self._tools, teacher = config, tools, teacher or TeacherConfig()
         self._ends = response_ends
         offered = ("data.tools_key", config.tools_key) if config.tools_key else None
@@ -213,11 +219,15 @@ class RowReader:
         self._routes = RowRoutes(teacher, config.teacher_key)
         self._views = TeacherPrompts(config, teacher.prompt_template)
         self._used = {config.prompt_key, config.response_key, config.answer_key, config.teacher_key, config.tools_key}
-        self._used |= {config.teacher_prompt_key, config.messages_key} | self._views.columns
+        self._used |= {config.teacher_prompt_key, config.messages_key, config.images_key} | self._views.columns
 
     def reads(self, column: str) -> bool:
         """Return whether `read` looks at a column, including answers and responses."""
         return column in self._used or bool(meaning(column))
+
+    def kept(self, row: Row) -> Row:
+        """Return the row that functions get: without the bytes of images."""
+        return row if self._images is None else without_images(row)
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
@@ -226,7 +236,12 @@ class RowReader:
         setting = "data.messages_key" if self.config.messages_key else "data.prompt_key", key
         if key not in row:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
-        prompt = read_conversation(row[key], setting, where)
+        with_images = self._images is not None
+        prompt = read_conversation(row[key], setting, where, with_images=with_images)
+        images = tuple[EncodedImage, ...]()
+        if self._images is not None:
+            as_is = not prompt.messages and self._renderer.is_rendered(prompt.text)
+            prompt, images = self._images.place(prompt, row, setting, where, is_rendered=as_is)
         if self.config.messages_key:
             prompt, turns = split_conversation(prompt, setting, where)
         self._check_response(prompt, setting, where)
@@ -241,6 +256,12 @@ class RowReader:
         is_same = view is None
         if is_same and self._has_two:
             view = prompt
+        if view is not None and self._images is not None and not self._views.is_template and not is_same:
+            as_is = not view.messages and self._teacher_renderer.is_rendered(view.text)
+            view, same = self._images.place(view, row, self._views.setting, where, is_rendered=as_is)
+            if same != images:
+                problem = f"the teacher's prompt of {where} has other images than the student's."
+                raise ConfigError(*self._views.setting, problem, "give it the same images, in the same order.")
         if view is not None:
             self._check_response(view, self._views.setting, where)
             view = replace(view, tools=prompt.tools)
@@ -254,13 +275,11 @@ class RowReader:
         if self._has_two and is_same and rendered.converted == AS_IS:
             problem = f"the prompt of {where} is rendered already, with the student's template and not the teacher's."
             raise ConfigError(*setting, problem, "write messages, or use data.teacher_prompt_key.")
-        read = ReadRow(
-            rendered,
-            None if view is None else self._teacher_renderer.render(view, self._views.setting, where),
-            prompt.response,
-            self._routes.of(row, where),
-            turns,
-        )
+        other = None if view is None else self._teacher_renderer.render(view, self._views.setting, where)
+        if self._images is not None:
+            rendered = replace(rendered, ids=self._images.expand(rendered.ids, images, where))
+            other = None if other is None else replace(other, ids=self._images.expand(other.ids, images, where))
+        read = ReadRow(rendered, other, prompt.response, self._routes.of(row, where), turns, images)
         self._check_columns(row, read, prompt, setting, where)
         return read
 

@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, opened_thought
-from gkd.data.conversation import Conversation, Setting, call_arguments, quoted, read_conversation
+from gkd.data.conversation import IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError, DataError
 
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
@@ -98,6 +98,9 @@ class PromptRenderer:
                 problem = "data.chat_template_kwargs.tools is set, too."
                 raise ConfigError(*tools, problem, "remove one of them.")
         self._tools_setting = tools or ("data.tools_key", "")
+        # LLaVA's templates leave out a content that is a text, and read parts alone.
+        self._reads_parts = False
+        self._reads_parts = self._applies and not self._frame_of(("user",), ()).pieces
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._answers = cache(partial(AnswerTexts, partial(self._apply, where="a question and its answer")))
         self._begin = self._tokens_in_front()
@@ -141,7 +144,7 @@ class PromptRenderer:
             raise ConfigError("data.chat_template", self._setting, problem, fix)
         if not self._applies:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
-        if not prompt.messages and self._is_rendered(prompt.text):
+        if not prompt.messages and self.is_rendered(prompt.text):
             if self._system or prompt.tools:
                 lacking = self._tools_setting if prompt.tools else ("data.system_prompt", self._system)
                 problem = f"the prompt of {where} is rendered already, and nothing can be put in front of it."
@@ -149,10 +152,14 @@ class PromptRenderer:
             self._check_end(prompt.text, setting, where)
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), AS_IS)
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        marked = messages
+        if any(IMAGE in message["content"] for message in messages):
+            messages = tuple({**each, "content": self._with_images(each, where)} for each in messages)
         if self._system and not has_system(prompt):
             messages = ({"role": "system", "content": self._system}, *messages)
         text = self._apply(messages, prompt.tools, where=where)
         self._check(text, messages, setting, where, prompt.tools)
+        self._check_images(text, marked, setting, where, prompt.tools)
         self.dated = self.dated or (self._date if self._date in text else "")
         ids = self._encode(text, setting, where, begins=True)
         return Rendered(text, ids, prompt.converted, tuple(messages), prompt.tools)
@@ -174,6 +181,33 @@ class PromptRenderer:
         """Return a prompt with more messages, without tokens: those of a trajectory are others."""
         messages = (*prompt.messages, *messages)
         return Rendered(self._apply(messages, prompt.tools, where=where), [], "", messages, prompt.tools)
+
+    def _with_images(self, message: Message, where: str) -> str:
+        """Return what the template writes for a message's texts and images, which some templates put in front."""
+        content, role = message["content"], message["role"]
+        if IMAGE not in content:
+            return str(content)
+        before, after = self._frame((role,)).pieces or ("", "")
+        parts = _parts_of(content)
+        texts = {MARK.format(i): part["text"] for i, part in enumerate(parts) if part["type"] == "text"}
+        names = iter(texts)
+        marked = [{"type": "text", "text": next(names)} if part["type"] == "text" else part for part in parts]
+        found = self._apply([{"role": role, "content": marked}], (), where=where).removeprefix(before)
+        for name, text in texts.items():
+            found = found.replace(name, text)
+        return found.removesuffix(after)
+
+    def _check_images(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
+        """Raise ConfigError unless the template writes the same for messages whose images are parts."""
+        if not any(IMAGE in message["content"] for message in messages):
+            return
+        system = [{"role": "system", "content": self._system}] if self._system and not _has_system(messages) else []
+        with_parts = [
+            {**each, "content": _parts_of(each["content"])} if IMAGE in each["content"] else each for each in messages
+        ]
+        if self._apply([*system, *with_parts], tools, where=where) != text:
+            problem = f"the chat template writes the images of {where} in another way than those of one message alone."
+            raise ConfigError(*setting, problem, "use one image, or no data.chat_template_kwargs.")
 
     def cut(self, prompt: Rendered, limit: int, side: str) -> Rendered | None:
         """Return a prompt without the tokens above a limit; the beginning of the sequence stays.
@@ -287,6 +321,8 @@ class PromptRenderer:
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, generate: bool = True, *, where: str, **more: Any
     ) -> str:
         variables = {**self._variables, **({"tools": list(tools)} if tools else {}), **more}
+        if self._reads_parts:
+            messages = [{**each, "content": _text_parts(each["content"])} for each in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=generate, tokenize=False, **variables
@@ -301,7 +337,7 @@ class PromptRenderer:
         for message in messages:
             content = message["content"]
             marker = self._marker.search(content)
-            if marker or self._is_rendered(content):
+            if marker or self.is_rendered(content):
                 found = f"with {marker[0]}, which separates messages" if marker else "rendered already"
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
                 fix = "correct the row. Text that is rendered already must be one string, not a message."
@@ -342,7 +378,10 @@ class PromptRenderer:
         text = self._apply(marked, tools, where=where) if any(names) else ""
         return [message for message, own in zip(messages, names, strict=True) if any(name not in text for name in own)]
 
-    def _is_rendered(self, text: str) -> bool:
+    def is_rendered(self, text: str) -> bool:
+        """Return whether a text begins as the turns of the template do; it need not without a template."""
+        if not self._applies:
+            return True
         text = text.lstrip()
         without_begin = text.removeprefix(self._tokenizer.bos_token or "").lstrip()
         return text.startswith(self._heads) or without_begin.startswith(self._heads)
@@ -391,7 +430,21 @@ class PromptRenderer:
 
 def has_system(prompt: Conversation) -> bool:
     """Return whether a conversation has a message of the system, or of the developer, as some templates call it."""
-    return any(message["role"] in SYSTEM for message in prompt.messages)
+    return _has_system(prompt.messages)
+
+
+def _has_system(messages: Sequence[Message]) -> bool:
+    return any(message["role"] in SYSTEM for message in messages)
+
+
+def _parts_of(content: str) -> list[dict[str, str]]:
+    """Return a text with marks of images as parts, as templates take them."""
+    texts = re.split(f"({IMAGE})", content)
+    return [{"type": "image"} if each == IMAGE else {"type": "text", "text": each} for each in texts if each]
+
+
+def _text_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _forms(message: Message) -> list[str]:

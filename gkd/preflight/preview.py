@@ -12,6 +12,7 @@ from gkd.data.render import Rendered
 from gkd.data.row_files import read_rows
 from gkd.hf.hub import with_local_copies
 from gkd.hf.model_folder import eos_token_ids
+from gkd.preflight.images import image_reader
 from gkd.preflight.tokenizer_pair import teacher_tokenizer
 from gkd.preflight.user_code import environment_tools
 
@@ -31,7 +32,7 @@ def preview(config: Config, n: int) -> Iterator[str]:
     if config.distill.on_policy_share < 1:
         ends = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})
     tools, other = environment_tools(config, tokenizer), teacher_tokenizer(config)
-    reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, other)
+    reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, other, image_reader(config))
     key = "data.train_files"
     rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.reads))
     for where, row in islice(rows, n):

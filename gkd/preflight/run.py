@@ -24,6 +24,7 @@ from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
 from gkd.log import get_logger
 from gkd.memory.footprint.estimate import scores_gib
+from gkd.preflight.images import check_image_processors, image_reader
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
@@ -110,6 +111,7 @@ def preflight(config: Config) -> Plan:
     check_stream_fits(config, total_steps)
     teachers = teachers or find_teachers(config, device)
     teachers = _probed(config, teachers, other_tokenizer or tokenizer, train, n_student_vocab)
+    check_image_processors(config, teachers)
     with_gpus = config
     if device == "cuda":
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes)[0])
@@ -239,7 +241,7 @@ def training_prompts(
 ) -> list[Prompt]:
     """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
     ends = eos_ids if config.distill.on_policy_share < 1 else None
-    reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, teacher_tokenizer)
+    reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, teacher_tokenizer, image_reader(config))
     keep_rows = bool(config.derived.rewards or config.rollout.environment)
     train, dropped = load_prompts(config.data.train_files, "data.train_files", reader, keep_rows=keep_rows)
     check_answers(config, "data.train_files", train, [("reward.functions", path) for path in config.derived.rewards])
@@ -358,7 +360,10 @@ def _held_out(config: Config, tokenizer: Any, tools: Tools, teacher_tokenizer: A
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
-    reader = RowReader(config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer)
+    images = image_reader(config)
+    reader = RowReader(
+        config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer, images=images
+    )
     keep_rows = bool(config.derived.metrics or config.rollout.environment)
     prompts, dropped = load_prompts(config.data.val_files, "data.val_files", reader, keep_rows=keep_rows)
     if dropped:

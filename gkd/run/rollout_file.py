@@ -18,6 +18,7 @@ import numpy as np
 from gkd.errors import CheckpointError
 from gkd.run.disk import naming
 from gkd.types import FINISH_REASONS, SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK, VersionSpan
+from teacher_server.vision.images import EncodedImage
 
 _FORMAT = 1
 _TOPK = ("topk_ids", "topk_logprobs", "tail_mass", "counts")
@@ -74,6 +75,12 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
     if any(r.top_ids is not None for r in rollouts):
         tables["n_top_ids"] = np.array([0 if r.top_ids is None else r.top_ids.shape[1] for r in rollouts])
         tables["top_ids"] = np.concatenate([r.top_ids.ravel() for r in rollouts if r.top_ids is not None])
+    if images := list(dict.fromkeys(image for r in rollouts for image in r.images)):
+        places = {image: i for i, image in enumerate(images)}
+        tables["image_lengths"] = np.array([image.n_bytes for image in images])
+        tables["images"] = np.frombuffer(b"".join(image.data for image in images), np.uint8)
+        tables["image_counts"] = np.array([len(r.images) for r in rollouts])
+        tables["image_indices"] = np.array([places[image] for r in rollouts for image in r.images])
     if scores is not None:
         tables |= _score_tables(rollouts, scores)
     np.savez(file, allow_pickle=False, **tables)
@@ -144,6 +151,10 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
     if "messages" in tables:
         parts = _split(tables["messages"], tables["message_lengths"].tolist())
         columns["messages"] = [part.tobytes() or None for part in parts]
+    if "images" in tables:
+        images = [EncodedImage(part.tobytes()) for part in _split(tables["images"], tables["image_lengths"].tolist())]
+        parts = _split(tables["image_indices"], tables["image_counts"].tolist())
+        columns["images"] = [tuple(images[i] for i in part) for part in parts]
     return [Rollout(**{name: column[i] for name, column in columns.items()}) for i in range(len(rows))]
 
 

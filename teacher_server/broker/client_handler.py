@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import chain
 
 import zmq
 
@@ -13,7 +14,7 @@ from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.broker.worker_registry import WorkerRegistry
-from teacher_server.wire.payload import check_frames, given_planes, unpack_tokens
+from teacher_server.wire.payload import check_frames, given_planes, unpack_images, unpack_tokens
 from teacher_server.wire.protocol import (
     ID_BYTES,
     NO_REQUEST,
@@ -29,6 +30,8 @@ from teacher_server.wire.protocol import (
     ScoreRequest,
     StatusRequest,
     Work,
+    image_digest,
+    images_of,
     requests,
     token_digest,
 )
@@ -88,7 +91,11 @@ class ClientHandler:
             check_frames(given_planes(request), [frame.buffer for frame in frames[2:]], request.given_checksums)
             if request.n_own:  # the rows of a reply are checked against this number
                 unpack_tokens(request, [frames[1].buffer])
-            digest, prompts = token_digest(frames[1].buffer), prompts_of(request, frames[1].buffer)
+            distinct = [
+                image_digest(each.data) for each in unpack_images(request, [frame.buffer for frame in frames[2:]])
+            ]
+            digest = token_digest(frames[1].buffer, chain(*images_of(request, distinct)))
+            prompts = prompts_of(request, frames[1].buffer, distinct)
         elif len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames with a request that has none")
         teacher = self._teachers.resolve(request.teacher)

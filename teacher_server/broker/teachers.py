@@ -14,7 +14,7 @@ from teacher_server.wire.protocol import ErrorReply, InfoReply, InfoRequest
 from teacher_server.wire.status import TeacherStatus
 from teacher_server.wire.worker_protocol import WorkerHello
 
-_MUST_AGREE = ("model_fingerprint", "tokenizer_fingerprint", "vocab_size", "hidden_size", "dtype")
+_MUST_AGREE = ("model_fingerprint", "tokenizer_fingerprint", "vocab_size", "hidden_size", "dtype", "image_probe")
 
 
 class Teachers:
@@ -87,6 +87,7 @@ class Teachers:
             dtype=hellos[0].dtype,
             template_fingerprint=hellos[0].template_fingerprint,
             template_example=hellos[0].template_example,
+            image_probe=hellos[0].image_probe,
         )
 
     def statuses(self, request_queue: RequestQueue) -> list[TeacherStatus]:

@@ -55,7 +55,11 @@ class WorkerCommand:
         }
         if plan.gpus:
             values["--gpus"] = ",".join(plan.gpus)
-        words = [word for flag, value in values.items() for word in (flag, str(value))]
+        words = [
+            word
+            for flag, value in values.items()
+            for word in ((flag, str(value)) if not isinstance(value, bool) else (flag,) * value)
+        ]
         return [sys.executable, "-m", "teacher_server", "worker", *words]
 
 

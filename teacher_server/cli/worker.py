@@ -21,7 +21,7 @@ from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS
 from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
-from teacher_server.engines.base import prefix_block
+from teacher_server.engines.base import image_processor, prefix_block
 from teacher_server.errors import ServerError, SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
@@ -145,6 +145,7 @@ def _load(folder: ModelFolder, values: dict[str, Any]) -> Engine:
             max_batch_tokens=values["max_batch_tokens"],
             gpu_memory_utilization=values["gpu_memory_utilization"],
             kv_cache_mib=values["kv_cache_mib"],
+            images=values["images"],
         )
     )
 
@@ -168,6 +169,7 @@ def _hello(
         tokenizer_fingerprint=tokenizer[0],
         template_fingerprint=tokenizer[1],
         template_example=tokenizer[2],
+        image_probe=[] if (processor := image_processor(engine)) is None else processor.probe(),
         vocab_size=engine.vocab_size,
         hidden_size=engine.hidden_size,
         max_tokens=engine.max_tokens,

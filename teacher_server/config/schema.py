@@ -43,6 +43,7 @@ class TeacherSettings:
         ge=0,
         le=1 << 24,
     )
+    images: bool = option(False, "take sequences with images: load the vision tower, too")
     n_workers: int | None = option(
         None,
         "model copies of each teacher, one process each; default: one per GPU group, 1 on cpu; "

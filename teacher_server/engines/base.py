@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from teacher_server.vision.images import EncodedImage, ImageError
 from teacher_server.wire.payload import TopKScores, given_problem
 from teacher_server.wire.protocol import RowDtype, Signal, Wire
+
+if TYPE_CHECKING:
+    from teacher_server.vision.processor import ImageProcessor
 
 ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers
 
@@ -48,6 +52,7 @@ class TokenSequence:
     prompt_length: int  # P >= 1
     given: np.ndarray | None = None  # [M, G] int32, ids that the top-k of each row contains; G = ScoreParams.n_given
     own: np.ndarray | None = None  # [R] bool, the response tokens that have rows, at least one; None means all
+    images: tuple[EncodedImage, ...] = ()  # in the order of their tokens
 
     @property
     def n_response(self) -> int:
@@ -154,6 +159,11 @@ def stream_rows(stream: RowStream, step: int) -> Iterator[tuple[int, int, np.nda
         stream.close()
 
 
+def image_processor(engine: object) -> ImageProcessor | None:
+    """Return the engine's `image_processor`; None if it takes no images."""
+    return getattr(engine, "image_processor", None)
+
+
 class Limits(Protocol):
     """Limits of a model that `request_problem` checks; see `Engine`."""
 
@@ -176,6 +186,14 @@ def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams
         return f"{len(sequence.token_ids)} tokens are more than this model's {engine.max_tokens}"
     if int(sequence.token_ids.max()) >= engine.vocab_size:
         return f"token id {int(sequence.token_ids.max())} is not below this model's vocab_size {engine.vocab_size}"
+    processor = image_processor(engine)
+    if sequence.images and processor is None:
+        return "it has images, and this teacher takes none. Fix: start it with --images"
+    if processor is not None:
+        try:
+            processor.check(sequence.token_ids, sequence.images)
+        except ImageError as error:
+            return str(error)
     n_vocab = params.n_vocab or engine.vocab_size  # the ids in the reply are below it
     n_ids = n_vocab  # the response tokens are below it
     if params.units is not None:

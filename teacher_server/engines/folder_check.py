@@ -129,6 +129,8 @@ def _is_equal(one: TensorEntry, other: TensorEntry) -> bool:
 
 # Refuse models that vLLM 0.32 cannot compute, from config.json alone. vLLM itself fails only at the first tokens.
 
+# Model types that read images and that vLLM computes without torchvision, see `vllm_process`.
+WITHOUT_TORCHVISION = ("llava",)
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPUAttentionBackend
 _COMPUTED = ("qwen2", "llama", "mistral", "mixtral")  # head_dim follows from other sizes if config.json has none
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's code for these has a sliding window in all layers or in none
@@ -159,7 +161,8 @@ def check_vllm_support(folder: Path, *, on_cpu: bool, dtype: str) -> None:
         )
         fix = f"if no sequence is longer than {window}, set use_sliding_window to false and remove layer_types there."
         raise FolderError(folder, problem, fix)
-    if text is not config and find_spec("torchvision") is None:
+    needs_it = text is not config and config.get("model_type") not in WITHOUT_TORCHVISION
+    if needs_it and find_spec("torchvision") is None:
         problem = "its model reads images, for which vLLM imports torchvision, and that is not installed."
         raise FolderError(folder, problem, "install the torchvision of the index that torch was installed from.")
 

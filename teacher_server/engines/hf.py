@@ -33,6 +33,8 @@ from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSeq
 from teacher_server.engines.signals import MatrixStream, score_hidden
 from teacher_server.engines.weight_files import read_json, some_names
 from teacher_server.errors import ServerError
+from teacher_server.vision.processor import ImageProcessor
+from teacher_server.vision.rows import forward_arguments, image_rows
 from teacher_server.wire.protocol import Wire
 
 log = logging.getLogger(__name__)
@@ -56,10 +58,20 @@ class HfEngine:
 
     name, sums_units = "hf", True
 
-    def __init__(self, path: str, *, dtype: str, device: str, max_tokens: int, share_prompts: bool = True) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        device: str,
+        max_tokens: int,
+        share_prompts: bool = True,
+        images: bool = False,
+    ) -> None:
         transformers_logging.disable_progress_bar()  # stderr has log lines alone, which may be JSON
         try:
             # sdpa: the memory of attention is linear in S; transformers refuses models without it.
+            self.image_processor = ImageProcessor(path) if images else None
             loaded = auto_class(AutoConfig.from_pretrained(path)).from_pretrained(
                 path, dtype=_DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
             )
@@ -67,7 +79,8 @@ class HfEngine:
             raise ServerError(f"model folder {path}: transformers cannot load the model: {error}") from error
         model: Any = loaded[0]
         _check_loaded(path, *loaded)
-        keep_language_model(model)
+        if not images:
+            keep_language_model(model)
         self._device = torch.device(device)
         if self._device.type == "cpu":
             use_onednn(model)
@@ -116,8 +129,8 @@ class HfEngine:
                 "Fix: use --engine vllm."
             )
 
-    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, S, H]
+    def _hidden(self, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        return self._backbone(input_ids=tokens, use_cache=False, **arguments).last_hidden_state  # [B, S, H]
 
     @torch.inference_mode()
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
@@ -157,8 +170,18 @@ class HfEngine:
             # The logits at position t predict token t + 1.
             rows.append(i * longest + sequence.prompt_length - 1 + sequence.rows)
         # No attention mask: the model is causal and the padding is on the right, so it affects no real token.
-        hidden = self._hidden(torch.from_numpy(tokens).to(self._device))
+        hidden = self._hidden(torch.from_numpy(tokens).to(self._device), **self._image_arguments(tokens, batch))
         return hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(rows)).to(self._device)]
+
+    def _image_arguments(self, tokens: np.ndarray, batch: Sequence[TokenSequence]) -> dict[str, Any]:
+        """Return what the backbone needs for the images of a pass; nothing without any."""
+        if self.image_processor is None:
+            return {}
+        spans = [(row, slice(None)) for row in range(len(batch))]
+        images = [sequence.images for sequence in batch]
+        ids = torch.from_numpy(tokens)
+        rows = image_rows(self._model, self.image_processor, ids, spans, images, self._device)
+        return {} if rows is None else forward_arguments(self._model, rows)
 
     def lm_head(self, wire: Wire) -> RowStream:
         """See `Engine.lm_head`."""
@@ -179,24 +202,33 @@ def keep_language_model(model: Any) -> None:
 
     A tower would take memory and, if it is trained, decay without a gradient. See `outside_names`.
     """
+    removed = outside_parts(model)
+    for parent, name, _ in removed:
+        setattr(parent, name, None)
+    model.removed_prefixes = tuple(path for _, _, path in removed)
+
+
+def outside_parts(model: Any) -> list[tuple[Any, str, str]]:
+    """Return what a model that reads images has in addition to its decoder and LM head: its tower and its projection.
+
+    Returns:
+        (parent, attribute, path) of each module and parameter; the path of a module ends with a dot.
+    """
     if model.config.get_text_config() is model.config:
-        return
+        return []
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     path = next(name for name, module in model.named_modules() if module is decoder)
-    removed: list[str] = []
+    found: list[tuple[Any, str, str]] = []
     parent = model
     where = ""
     for step in path.split("."):
-        for name, child in [*parent.named_children()]:
-            if name != step and child is not head:
-                setattr(parent, name, None)
-                removed.append(f"{where}{name}.")
-        for name, _ in [*parent.named_parameters(recurse=False)]:  # such as that of the ends of lines of LLaVA-NeXT
-            parent.register_parameter(name, None)
-            removed.append(where + name)
+        children = {name for name, child in parent.named_children() if name != step and child is not head}
+        found += [(parent, name, f"{where}{name}.") for name in sorted(children)]
+        # Such as the parameter of the ends of lines of LLaVA-NeXT.
+        found += [(parent, name, where + name) for name, _ in parent.named_parameters(recurse=False)]
         parent = getattr(parent, step)
         where += f"{step}."
-    model.removed_prefixes = tuple(removed)
+    return found
 
 
 def outside_names(model: Any, names: Iterable[str]) -> set[str]:
@@ -334,6 +366,9 @@ def groups_of(batch: Sequence[TokenSequence], block: int) -> tuple[list[list[int
     """Return the indices of sequences with a common prompt of more than `block` tokens, and those of all others."""
     by_prompt: dict[bytes, list[int]] = {}
     for index, sequence in enumerate(batch):
+        if sequence.images:  # the ids of two images of one size are the same
+            by_prompt[b"%d" % index] = [index]
+            continue
         by_prompt.setdefault(sequence.token_ids[: sequence.prompt_length].tobytes(), []).append(index)
     groups = [g for g in by_prompt.values() if block and len(g) > 1 and batch[g[0]].prompt_length > block]
     grouped = {index for group in groups for index in group}

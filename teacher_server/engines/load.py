@@ -34,6 +34,7 @@ class EngineSettings:
     max_batch_tokens: int = 8192  # vllm: tokens of one forward pass
     gpu_memory_utilization: float = 0.85  # fraction of each GPU; vllm: of weights and KV cache; hf: of all tensors
     kv_cache_mib: int = 0  # vllm only, per rank; 0: what gpu_memory_utilization leaves; CPU: enough for two batches
+    images: bool = False  # take images
     share_prompts: bool = True  # compute a common prompt once; False only to measure what that saves
 
 
@@ -94,6 +95,7 @@ def load_engine(settings: EngineSettings) -> Engine:
         device=device,
         max_tokens=settings.max_tokens,
         share_prompts=settings.share_prompts,
+        images=settings.images,
     )
 
 

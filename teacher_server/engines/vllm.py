@@ -27,6 +27,8 @@ from teacher_server.engines import vllm_process
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.signals import row_dtype
 from teacher_server.errors import ServerError
+from teacher_server.vision.processor import ImageProcessor
+from teacher_server.vision.vllm_input import image_input
 from teacher_server.wire.machine import OTHER_MODELS, thread_env
 from teacher_server.wire.protocol import RowDtype, Wire
 
@@ -83,6 +85,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         on_cpu = device == "cpu"
+        self.image_processor = ImageProcessor(path) if settings.images else None
         if current_platform.is_cpu() != on_cpu:
             raise ServerError(
                 f"--device {device} with --engine vllm: the installed vllm is for {current_platform.device_type}. "
@@ -111,12 +114,11 @@ class VllmEngine:
                 enable_prefix_caching=False,
                 enforce_eager=True,  # CUDA graphs are captured for few tokens, and prefills have many
                 async_scheduling=False,
-                skip_tokenizer_init=True,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 distributed_executor_backend="mp" if tp > 1 else "uni",
                 worker_extension_cls=_EXTENSION,
-                **vllm_process.architecture_arguments(path),
+                **vllm_process.architecture_arguments(path, images=settings.images),
                 **memory,
             )
             if settings.share_prompts and _may_share_prompts(args.create_model_config()):
@@ -192,7 +194,11 @@ class VllmEngine:
                     output_kind=RequestOutputKind.FINAL_ONLY,
                     extra_args={ROW_RANGES: [list(kept) for kept in row_ranges(sequence, row)]},
                 )
-                engine.add_request(str(self._serial), {"prompt_token_ids": sequence.token_ids[:-1].tolist()}, sampling)
+                ids = sequence.token_ids[:-1].tolist()
+                prompt: Any = {"prompt_token_ids": ids}
+                if sequence.images:
+                    prompt = image_input(engine.renderer, ids, sequence.images)
+                engine.add_request(str(self._serial), prompt, sampling)
                 running.add(str(self._serial))
                 row += sequence.n_rows
             while running:

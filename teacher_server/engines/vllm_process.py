@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from textwrap import shorten
@@ -23,7 +25,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from teacher_server.engines.folder_check import WITHOUT_TORCHVISION
 from teacher_server.engines.weight_files import FolderError, read_json, some_names
+from teacher_server.wire.protocol import MAX_IMAGES
 
 # vLLM does not start unless `gpu_memory_utilization` of the GPU is free (`request_memory` of its worker), also if the
 # size of the KV cache is given. The share decides nothing else then: such an engine needs its weights, one forward pass
@@ -43,27 +47,47 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
     return {"gpu_memory_utilization": _FREE, "kv_cache_memory_bytes": kv_cache_bytes}
 
 
-def architecture_arguments(folder: str) -> dict[str, Any]:
+def architecture_arguments(folder: str, *, images: bool = False) -> dict[str, Any]:
     """Return arguments of vLLM that name the model's class: vLLM goes by `architectures`, transformers by `model_type`.
 
-    A folder with several models or with code of its own keeps the class that it names. Of several models only the
-    language model is built: a processor of images would need a tokenizer, and its tower memory.
+    A folder with several models or with code of its own keeps the class that it names. Without images only the language
+    model of several is built: vLLM's processor of images needs a tokenizer, and the tower memory.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = read_json(Path(folder, "config.json"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
     keeps = config.get("architectures") and ("text_config" in config or "auto_map" in config)
-    text_alone = {"language_model_only": True} if "text_config" in config else {}
-    return text_alone if keeps or name is None else text_alone | {"hf_overrides": {"architectures": [name]}}
+    if config.get("model_type") in WITHOUT_TORCHVISION and find_spec("torchvision") is None:
+        _load_llava()
+    found: dict[str, Any] = {"skip_tokenizer_init": not images}
+    if images:
+        found |= {"limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0}, "mm_device_do_normalize": False}
+    elif "text_config" in config:
+        found["language_model_only"] = True
+    return found if keeps or name is None else found | {"hf_overrides": {"architectures": [name]}}
+
+
+def _load_llava() -> None:
+    """Load vLLM's LLaVA without torchvision: it imports a function for Pixtral, and transformers has another copy.
+
+    vLLM would look at the class in a process of its own, in which that import fails.
+    """
+    from transformers.models.pixtral import image_processing_pil_pixtral as with_pil
+
+    sys.modules.setdefault(f"{with_pil.__package__}.image_processing_pixtral", with_pil)
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration as Llava
+
+    ModelRegistry.register_model(Llava.__name__, Llava)
 
 
 def has_state(folder: str, trust_remote_code: bool) -> bool:
     """Return whether layers of the model keep a state instead of keys and values, such as Mamba's."""
     from vllm import EngineArgs
 
-    own = {"skip_tokenizer_init": True, "trust_remote_code": trust_remote_code}
-    config = EngineArgs(folder, **own, **architecture_arguments(folder)).create_model_config()
+    arguments = architecture_arguments(folder)
+    config = EngineArgs(folder, trust_remote_code=trust_remote_code, **arguments).create_model_config()
     return bool(config.is_hybrid or config.is_attention_free)
 
 

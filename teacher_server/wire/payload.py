@@ -347,10 +347,28 @@ def unpack_rows(reply: RowsReply, frames: Sequence[Buffer]) -> np.ndarray:
 
 def given_planes(request: ScoreRequest) -> list[Plane]:
     """Return the planes in the frames after the token ids; none without given ids or a map of units."""
+    images = [Plane(f"image {i}", "u1", size) for i, size in enumerate(request.image_sizes)]
     if request.n_mapped:
-        return _unit_planes(request.n_mapped)
+        return [*_unit_planes(request.n_mapped), *images]
     n_items = request.n_rows * request.n_given
-    return [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)]
+    given = [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)] if n_items else []
+    return [*given, *images]
+
+
+def pack_images(images: Sequence[bytes]) -> list[memoryview]:
+    """Return the frames of encoded images."""
+    planes = [Plane(f"image {i}", "u1", len(image)) for i, image in enumerate(images)]
+    return cut_planes(planes, {f"image {i}": np.frombuffer(image, np.uint8) for i, image in enumerate(images)})
+
+
+def unpack_images(request: ScoreRequest, frames: Sequence[Buffer]) -> list[np.ndarray]:
+    """Return the distinct encoded images of a request, uint8; views of the frames, unless an image has several.
+
+    Args:
+        frames: those after the token ids, which `check_frames` has checked.
+    """
+    arrays = join_planes(given_planes(request), frames) if request.image_sizes else {}
+    return [arrays[f"image {i}"] for i in range(len(request.image_sizes))]
 
 
 def pack_given(ids: np.ndarray) -> list[memoryview]:

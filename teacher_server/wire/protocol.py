@@ -26,6 +26,7 @@ Letters: P prompt tokens, R response tokens, M of them have rows, K top-k entrie
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -50,6 +51,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 M = TypeVar("M", bound=Header)
+T = TypeVar("T")
 
 # Exceptions that msgspec may raise on hostile bytes; bad UTF-8 raises a plain UnicodeDecodeError.
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError, RecursionError)
@@ -112,6 +114,9 @@ MAX_K = 1 << 16
 MAX_ENTRIES = 1 << 25  # R * K of one reply: 160 MiB in fp16 mode, 256 MiB in fp32 mode
 MAX_FRAMES = 256  # most frames of one message
 MAX_SEQUENCES = 256  # most sequences of one request
+MAX_IMAGES = 64  # most distinct images of one request
+MAX_IMAGE_BYTES = 16 << 20  # longest encoded image
+MAX_IMAGES_BYTES = 64 << 20  # most bytes of the distinct encoded images of one request
 MAX_TEXT = 4096  # characters of a `Text`
 ID_BYTES = 16  # bytes of a request id or a token digest
 NO_REQUEST = bytes(ID_BYTES)  # request_id of an error about an unreadable request
@@ -129,6 +134,9 @@ Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID + 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]  # uint64, the largest integer of msgpack
 Checksums = Annotated[list[Checksum], msgspec.Meta(max_length=MAX_FRAMES)]  # one per frame after the header
 Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+ImageSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_BYTES)]
+ImageIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_IMAGES)]
+Probe = Annotated[list[float], msgspec.Meta(max_length=256)]
 Lengths = Annotated[list[tuple[Length, Length]], msgspec.Meta(max_length=MAX_SEQUENCES)]
 
 
@@ -180,6 +188,10 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     # with the error `units`, and the client sends the request again with the map.
     units: Annotated[bytes, msgspec.Meta(max_length=ID_BYTES)] = b""
     n_mapped: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # tokens of the map in this message; 0 = without it
+    # Bytes of each distinct encoded image; they follow the other frames, with their checksums in `given_checksums`.
+    image_sizes: Annotated[list[ImageSize], msgspec.Meta(max_length=MAX_IMAGES)] = []
+    # For each sequence the images whose tokens it has, in order. The ids have all tokens of an image.
+    image_indices: Annotated[list[list[ImageIndex]], msgspec.Meta(max_length=MAX_SEQUENCES)] = []
 
     def __post_init__(self) -> None:
         check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, mass=self.mass)
@@ -207,6 +219,17 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
             self._check_lengths()
         if self.n_own and not len(self.sequences) <= self.n_own < self.n_response:
             raise ValueError(f"n_own = {self.n_own} of {self.n_response} response tokens: must be fewer, or 0 for all")
+        used = {index for images in self.image_indices for index in images}
+        if (
+            self.image_sizes
+            and len(self.image_indices) != len(self.sequences)
+            or used != {*range(len(self.image_sizes))}
+        ):
+            raise ValueError(
+                f"{len(self.image_sizes)} images, and lists of {len(self.image_indices)} sequences use {used}"
+            )
+        if sum(self.image_sizes) > MAX_IMAGES_BYTES:
+            raise ValueError(f"{sum(self.image_sizes)} bytes of images: more than {MAX_IMAGES_BYTES}")
         if self.n_rows * self.k > MAX_ENTRIES:
             raise ValueError(f"{self.n_rows} rows x k = {self.k} is more than {MAX_ENTRIES} entries")
 
@@ -263,6 +286,17 @@ class Cancel(Header, tag="cancel"):
     """Drop a request. There is no reply."""
 
     request_id: Id
+
+
+def images_of(request: ScoreRequest, distinct: Sequence[T]) -> list[tuple[T, ...]]:
+    """Return the images of each sequence of a request.
+
+    Args:
+        distinct: something of each distinct image.
+    """
+    if not distinct:
+        return [()] * len(request.sequences)
+    return [tuple(distinct[i] for i in own) for own in request.image_indices]
 
 
 class InfoRequest(Header, tag="info_request", omit_defaults=True):
@@ -376,6 +410,7 @@ class InfoReply(Header, tag="info", omit_defaults=True):
     dtype: Name
     template_fingerprint: Name = ""
     template_example: Text = ""  # see `fingerprint.template_example`; empty: unknown, or longer than a `Text`
+    image_probe: Probe = []  # see `vision.processor.ImageProcessor.probe`; empty: it takes no images
 
 
 class StatusReply(Header, tag="status"):
@@ -415,8 +450,20 @@ def as_frame(array: np.ndarray) -> memoryview:
     return array.data.cast("B")
 
 
-def token_digest(token_ids: Buffer | np.ndarray) -> bytes:
-    """Return xxh3-128 (16 bytes) of the int32 token ids or of their frame. It ties a reply to its sequence."""
+def image_digest(data: Buffer) -> bytes:
+    """Return the xxh3-128 (16 bytes) of encoded bytes, by which processes know an image."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def token_digest(token_ids: Buffer | np.ndarray, images: Iterable[bytes] = ()) -> bytes:
+    """Return xxh3-128 (16 bytes) of the int32 token ids or of their frame. It ties a reply to its sequence.
+
+    Args:
+        images: digests of the sequences' images, in order; two images of one size have the same tokens.
+    """
     if isinstance(token_ids, np.ndarray):
         token_ids = as_frame(np.ascontiguousarray(token_ids, dtype="<i4"))
-    return xxhash.xxh3_128_digest(token_ids)
+    digest = xxhash.xxh3_128(token_ids)
+    for image in images:
+        digest.update(image)
+    return digest.digest()

@@ -14,6 +14,7 @@ two cannot disagree.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -25,10 +26,12 @@ from teacher_server.wire.protocol import (
     Header,
     Id,
     Name,
+    Probe,
     ScoreRequest,
     Text,
     check_seconds,
     checksum,
+    images_of,
 )
 from teacher_server.wire.status import Gpu
 
@@ -61,6 +64,7 @@ class WorkerHello(Header, tag="hello"):
     prefix_block: Count = 0  # `Engine.prefix_block`; 0: its engine computes each sequence as a whole
     template_fingerprint: Name = ""
     template_example: Text = ""
+    image_probe: Probe = []
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
     cuda_visible_devices: Text | None = None  # variable of the worker's process; None = unset
     leaving: bool = False  # assign no more requests, and dismiss the worker when it has finished
@@ -128,17 +132,24 @@ class Prompt(NamedTuple):
     parent: int
 
 
-def prompts_of(request: ScoreRequest, tokens: Buffer) -> tuple[Prompt, ...]:
+def prompt_digest(ids: Buffer, images: Sequence[bytes]) -> int:
+    """Return the digest of a prompt's token ids and of its images' digests: two images of one size have equal ids."""
+    return checksum(b"".join([checksum(ids).to_bytes(8, "little"), *images])) if images else checksum(ids)
+
+
+def prompts_of(request: ScoreRequest, tokens: Buffer, images: Sequence[bytes] = ()) -> tuple[Prompt, ...]:
     """Return the prompt of each sequence of a request.
 
     Args:
         tokens: the request's token frame, 4 bytes a token, of `request.total_length` tokens.
+        images: digests of the distinct images.
     """
     view, prompts, at = memoryview(tokens).cast("B"), [], 0
-    for n_prompt, n_total in request.sequences:
+    for (n_prompt, n_total), own in zip(request.sequences, images_of(request, images), strict=True):
         ids = view[_TOKEN_BYTES * at : _TOKEN_BYTES * (at + n_prompt)]
-        digest = checksum(ids)
-        prompts.append(Prompt(digest, checksum(ids[:-_TOKEN_BYTES]) if n_total - n_prompt == 1 else digest))
+        digest = prompt_digest(ids, own)
+        parent = prompt_digest(ids[:-_TOKEN_BYTES], own) if n_total - n_prompt == 1 else digest
+        prompts.append(Prompt(digest, parent))
         at += n_total
     return tuple(prompts)
 

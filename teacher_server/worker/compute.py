@@ -27,11 +27,10 @@ from teacher_server.wire.protocol import (
     RowsReply,
     ScoreRequest,
     as_frame,
-    checksum,
     replies,
     requests,
 )
-from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived, computed_tokens
+from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived, computed_tokens, prompt_digest
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
 from teacher_server.worker.open_request import OpenRequest, OpenStream, UnitMaps, open_request
 
@@ -46,7 +45,8 @@ class WorkItem:
     prompt: int = field(init=False)  # digest
 
     def __post_init__(self) -> None:
-        digest = checksum(as_frame(self.sequence.token_ids[: self.sequence.prompt_length]))
+        ids = as_frame(self.sequence.token_ids[: self.sequence.prompt_length])
+        digest = prompt_digest(ids, [image.digest for image in self.sequence.images])
         object.__setattr__(self, "prompt", digest)
 
     @property

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence, UnitMap
+from teacher_server.vision.images import EncodedImage
 from teacher_server.wire.payload import (
     TopKScores,
     pack_rows,
@@ -19,6 +21,7 @@ from teacher_server.wire.payload import (
     rows_per_message,
     unmarked,
     unpack_given,
+    unpack_images,
     unpack_tokens,
     unpack_units,
 )
@@ -30,6 +33,7 @@ from teacher_server.wire.protocol import (
     ScoreReply,
     ScoreRequest,
     checksum,
+    images_of,
     replies,
     token_digest,
 )
@@ -139,15 +143,18 @@ def open_request(
     """
     tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
     units = maps.of(header, frames[1:])
+    distinct = [EncodedImage(each.tobytes()) for each in unpack_images(header, frames[1:])]
+    images = images_of(header, distinct)
     sequences, at, row = [], 0, 0
-    for n_prompt, n_total in header.sequences:
+    for (n_prompt, n_total), own_images in zip(header.sequences, images, strict=True):
         marked = tokens[at : at + n_total]
         ids, own = (unmarked(marked), marked[n_prompt:] >= 0) if header.n_own else (marked, None)
-        sequence = TokenSequence(ids, n_prompt, own=own)
+        sequence = TokenSequence(ids, n_prompt, own=own, images=own_images)
         rows = slice(row, row := row + sequence.n_rows)
         sequences.append(sequence if given is None else replace(sequence, given=given[rows]))
         at += n_total
-    return OpenRequest(job, header, token_digest(tokens), now_s, units=units), sequences
+    digest = token_digest(tokens, (image.digest for image in chain(*images)))
+    return OpenRequest(job, header, digest, now_s, units=units), sequences
 
 
 def _join(parts: Sequence[TopKScores | np.ndarray | RowStream]) -> TopKScores | np.ndarray:

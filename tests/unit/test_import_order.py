@@ -12,7 +12,7 @@ from tests.structure import ORDER, ROOT, cycles, file_imports, imported_names, s
 # Library -> files that may import it, also lazily.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("gkd/actor/megatron/",),
-    "vllm": ("gkd/rollout/vllm/", "teacher_server/engines/"),
+    "vllm": ("gkd/rollout/vllm/", "teacher_server/engines/", "teacher_server/vision/vllm_input.py"),
     "zmq": ("gkd/scoring/teacher/link.py", "teacher_server/"),
     "aiohttp": ("gkd/scoring/teacher/http_client.py",),
     "ray": (
@@ -32,6 +32,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
             "gkd/weight_sync/",
         ),
         *("gkd/weight_sync/", "teacher_server/engines/", "teacher_server/worker/gpus.py"),
+        "teacher_server/vision/rows.py",
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),
     "accelerate": ("gkd/actor/fsdp/model.py",),
@@ -48,10 +49,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
 # Both programs declare their settings with the same helper, and check model folders with the same code.
-FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.")
+FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.", "teacher_server.vision.images.")
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
-    "gkd/rollout/vllm/": ("teacher_server.engines.vllm_process", "teacher_server.engines.weight_files"),
+    "gkd/rollout/vllm/": (
+        *("teacher_server.engines.vllm_process", "teacher_server.engines.weight_files", "teacher_server.vision."),
+    ),
+    **dict.fromkeys(("gkd/actor/", "gkd/data/", "gkd/preflight/"), ("teacher_server.vision.",)),
     "gkd/hf/": (
         *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.weight_files"),
     ),

@@ -128,6 +128,7 @@ class EngineWithAdapters(RolloutEngine):
         )
         self.policy_version, self._running, self._meter = 0, {}, PassMeter()
         self.request_options = {"lora_request": "student"}
+        self._vision = "none"
         self._sleep_state = SleepState(Workers(), enabled=False)
 
 

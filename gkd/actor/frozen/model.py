@@ -32,7 +32,7 @@ from gkd.actor.common.hf_folder import DTYPES, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.shards import Piece, ShardReader
 from gkd.actor.common.step import empty_micro_batch
-from gkd.actor.fsdp.model import build_on_meta, layer_list, passes_of, reshard, shard, shard_records
+from gkd.actor.fsdp.model import build_on_meta, freeze_tower, layer_list, passes_of, reshard, shard, shard_records
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.passes import forward
 from gkd.actor.fsdp.probe import probe
@@ -45,6 +45,7 @@ from gkd.log import get_logger
 from gkd.types import MicroBatch, Rollout
 from teacher_server.engines.base import RowStream, ScoreParams, TokenSequence, request_problem, stream_rows
 from teacher_server.engines.signals import CHUNK_BYTES, score_hidden
+from teacher_server.vision.processor import ImageProcessor
 from teacher_server.wire.payload import TopKScores
 
 log = get_logger("frozen")
@@ -86,6 +87,7 @@ class FrozenModel:
         max_batch_tokens: int = 16384,
         float32_weights: bool = False,
         trust_remote_code: bool = False,
+        images: bool = False,
     ) -> None:
         """Build the model from a Hugging Face folder. Collective; torch.distributed must be initialized.
 
@@ -110,7 +112,15 @@ class FrozenModel:
         folder = Path(path)
         with same_error(device):
             shard_dtype = torch.float32 if float32_weights else dtype
-            hf = build_on_meta(folder, dtype=shard_dtype, packing=packing, trust_remote_code=trust_remote_code)
+            hf = build_on_meta(
+                folder,
+                dtype=shard_dtype,
+                packing=packing,
+                trust_remote_code=trust_remote_code,
+                images=images,
+            )
+            freeze_tower(hf, dtype)  # it is not sharded
+            self.image_processor = ImageProcessor(str(folder)) if images else None
             hf.requires_grad_(False)
             with open_tensors(folder) as tensors:
                 self.places = match_files(hf, folder, tensors)
@@ -120,6 +130,7 @@ class FrozenModel:
         self.max_tokens: int = getattr(hf.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.has_plain_head = True  # the probe refuses other models
         self.model = shard(hf, device=device, dtype=dtype, recompute=False, offload=cpu_offload)
+        self.model.image_processor = self.image_processor
         if cpu_offload and device.type == "cuda" and dist.get_world_size() == 1:
             NextLayer(list(layers), device)
         with same_error(device):
@@ -321,7 +332,7 @@ class FrozenModel:
 
 def _sequence(rollout: Rollout) -> TokenSequence:
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-    return TokenSequence(tokens, len(rollout.prompt_ids), rollout.top_ids, rollout.own)
+    return TokenSequence(tokens, len(rollout.prompt_ids), rollout.top_ids, rollout.own, rollout.images)
 
 
 def _tables(hidden: Tensor, head: Tensor, sequences: Sequence[TokenSequence], params: ScoreParams) -> list[Table]:

@@ -8,6 +8,7 @@ Source: arXiv:2106.09685.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from gkd.actor.common.lora import first_a, is_target, merge
 from gkd.actor.fsdp.weights import Place, first_row, full_tensor
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError
+from teacher_server.engines.hf import outside_parts
 
 _ADAPTER = "default"  # peft's name of a single adapter
 
@@ -51,7 +53,9 @@ def check_targets(hf: PreTrainedModel, lora: LoraConfig) -> None:
 
     The experts of a layer are one tensor, which gets no adapter. So their names would match dense layers alone.
     """
-    names = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    towers = tuple(path for _, _, path in outside_parts(hf))
+    layers = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    names = [name for name in layers if not name.startswith(towers)]
     unmatched = [target for target in lora.targets if not any(is_target(name, target) for name in names)]
     experts = _layers_of_experts(hf)
     frozen = [target for target in lora.targets if target in experts]
@@ -91,7 +95,9 @@ def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Pla
     """
     check_targets(hf, lora)
     names = {id(place.module): name for name, place in places.items() if place.attribute == "weight"}
-    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
+    # vLLM gives adapters to the language model alone.
+    towers = "|".join(f"{re.escape(path)}.*" for _, _, path in outside_parts(hf)) or None
+    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), exclude_modules=towers)
     inject_adapter_in_model(settings, hf, low_cpu_mem_usage=True)
     adapters = {}
     for layer in [module for module in hf.modules() if isinstance(module, LoraLayer)]:

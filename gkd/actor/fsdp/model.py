@@ -32,13 +32,16 @@ from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
 from gkd.types import TokenTargets
-from teacher_server.engines.hf import auto_class, keep_language_model
+from teacher_server.engines.hf import auto_class, keep_language_model, outside_parts
+from teacher_server.vision.processor import ImageProcessor
+from teacher_server.vision.rows import ImageRows, forward_arguments
 
 
 class LossModel(nn.Module):
     """The whole student. Its forward pass includes the loss, so that fully_shard gathers the LM head for the loss."""
 
     columns = ALL_COLUMNS  # the columns of a micro-batch that this rank computes
+    image_processor: ImageProcessor | None = None  # None: no sequence has images
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -56,6 +59,7 @@ class LossModel(nn.Module):
         *,
         position_ids: Tensor | None = None,
         pack: Pack | None = None,
+        images: ImageRows | None = None,
         targets: TokenTargets | None = None,
         loss: DistillLoss | None = None,
         fused: bool = True,
@@ -68,6 +72,7 @@ class LossModel(nn.Module):
             rows: [N] int64 into the flattened [B * S] positions.
             position_ids: [B, S] int64; None takes column numbers.
             pack: boundaries of the sequences of a packed row (B = 1).
+            images: of the sequences, with positions that replace `position_ids`.
             loss: the loss to compute from `targets`; with None the logits are returned.
             fused: compute LM head and loss together; else all logits first.
             use: function of the hidden states of `rows` and the LM head's weight, instead of a loss.
@@ -77,6 +82,8 @@ class LossModel(nn.Module):
         """
         arguments = {"position_ids": position_ids, "pack": pack}
         arguments = {name: value for name, value in arguments.items() if value is not None}
+        if images is not None:
+            arguments |= forward_arguments(self.hf, images)
         self.head.rows = rows
         try:
             if loss is not None and fused:
@@ -108,15 +115,19 @@ def read_config(model_path: str | Path, *, trust_remote_code: bool = False) -> P
 
 
 def build_on_meta(
-    model_path: str | Path, *, dtype: torch.dtype, packing: bool, trust_remote_code: bool = False
+    model_path: str | Path,
+    *,
+    dtype: torch.dtype,
+    packing: bool,
+    trust_remote_code: bool = False,
+    images: bool = False,
 ) -> PreTrainedModel:
     """Build the model of a folder with parameters on the meta device and real buffers. Reads no weights.
-
-    Of a model that reads images it is the language model: images are refused, so nothing else has a gradient.
 
     Args:
         dtype: of the parameters.
         packing: replace the attention by one that accepts packed sequences; else use the model's own.
+        images: build the vision tower, too; else only the language model, because nothing else has a gradient.
 
     Raises:
         ModelError: the folder is not a causal language model, or its LM head is not one linear layer.
@@ -126,7 +137,9 @@ def build_on_meta(
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     # Only the model's "eager" attention implements the soft cap. None leaves the choice to transformers.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    attention = PACKED_ATTENTION if packing else "eager" if capped else None
+    attention: Any = PACKED_ATTENTION if packing else "eager" if capped else None
+    if images and packing:  # patches attend to all patches of their image
+        attention = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
     try:
         # Buffers keep their values: non-persistent ones, such as rotary frequencies, are not in the files.
         with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -139,7 +152,8 @@ def build_on_meta(
             raise refuse_packing(config.model_type, f"has no attention that can be replaced ({error})") from error
         what = f"{type(error).__name__}: {error}"
         raise ModelError(f"{model_path} cannot be built as a causal language model: {what}") from error
-    keep_language_model(hf)
+    if not images:
+        keep_language_model(hf)
     if packing and not hf._supports_attention_backend:
         raise refuse_packing(config.model_type, "does not let its attention be replaced")
     head = hf.get_output_embeddings()
@@ -228,12 +242,18 @@ def shard(
     for layer in layers:
         cut(layer)
     root = LossModel(hf)
+    # A frozen tower is whole on every rank: no rank waits for one whose sequences have no images. One that is trained
+    # is gathered with the root, by all ranks in every pass.
+    kept = {parameter for parameter in tower_tensors(hf).values() if not parameter.requires_grad}
     if not is_tied(hf):
         cut(hf.get_input_embeddings())
         # Its backward pass comes right after its forward pass.
         cut(root.head, reshard_after_forward=False)
-    cut(root)
+    cut(root, ignored_params=kept)
     home = torch.device("cpu") if offload else device
+    for parent, name, _ in outside_parts(hf):
+        if kept.intersection(getattr(parent, name).parameters()):
+            allocate(getattr(parent, name), device, device)
     allocate(root, home, device)
     if offload and device.type == "cuda":
         into_one_block(root, pinned=True)
@@ -280,9 +300,35 @@ def passes_of(root: Any) -> Iterator[None]:
     reshard(root)
 
 
+def tower_tensors(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters of the vision tower and its projection by name; empty if it was built without them."""
+    paths = tuple(path for _, _, path in outside_parts(hf))
+    return {name: parameter for name, parameter in hf.named_parameters() if name.startswith(paths)} if paths else {}
+
+
+def freeze_tower(hf: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Do not train the vision tower, and hold it in the dtype that it computes in."""
+    for parent, name, _ in outside_parts(hf):
+        getattr(parent, name).to(dtype).requires_grad_(False)
+
+
+def freeze_unused(hf: PreTrainedModel) -> None:
+    """Do not train the end of a CLIP tower, from whose earlier layers LLaVA takes its features: vLLM leaves it out."""
+    chosen = getattr(hf.config, "vision_feature_layer", None)
+    if chosen is None:
+        return
+    tower: Any = hf.base_model.vision_tower
+    layers = tower.encoder.layers
+    # States are numbered from the embeddings, and negative numbers count from the last layer.
+    numbers = [number % (len(layers) + 1) for number in (chosen if isinstance(chosen, list) else [chosen])]
+    for module in (*layers[max(numbers) :], tower.post_layernorm):
+        module.requires_grad_(False)
+
+
 def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers. Raise ModelError if the model has no list of them."""
-    lists = [module for module in hf.base_model.modules() if isinstance(module, nn.ModuleList)]
+    body = hf.get_decoder() if outside_parts(hf) else hf.base_model
+    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ModelError(f"{type(hf).__name__} has no nn.ModuleList of layers to shard.")
     named = set(hf._no_split_modules or ())

@@ -27,6 +27,7 @@ from gkd.actor.common.step import (
 )
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import LossModel, passes_of
+from gkd.actor.fsdp.vision import read_images
 from gkd.data.collate import parts_of, without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
@@ -144,5 +145,9 @@ def forward(model: LossModel, batch: MicroBatch, device: torch.device, **argumen
         pack = Pack(None, None, group=group)
     if pack is not None:
         positions = batch.position_ids.to(device)
+    if batch.images:
+        if model.image_processor is None:
+            raise DataError("the student was built without a vision tower and got sequences with images")
+        arguments["images"] = read_images(model.hf, model.image_processor, batch, device)
     tokens, rows = batch.tokens.to(device), batch.loss_index.to(device)
     return model(tokens, rows, position_ids=positions, pack=pack, **arguments)

@@ -24,7 +24,7 @@ from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.common.step import BatchSums
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
-from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
+from gkd.actor.fsdp.model import build_on_meta, freeze_tower, freeze_unused, layer_list, reshard, shard, tower_tensors
 from gkd.actor.fsdp.optim import (
     build_adamw,
     global_grad_norm,
@@ -36,6 +36,7 @@ from gkd.actor.fsdp.optim import (
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, flat_rows, full_tensor, load_weights, match_files
+from gkd.config.schema_sections import Vision
 from gkd.data.columns import Columns
 from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
@@ -43,6 +44,7 @@ from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
+from teacher_server.vision.processor import ImageProcessor
 
 log = get_logger("actor.fsdp")
 
@@ -60,6 +62,7 @@ class FsdpStudent(Student):
         cpu_offload: bool = False,
         collective_timeout_s: float = 1800.0,
         trust_remote_code: bool = False,
+        vision: Vision = "none",
         **args: Unpack[StudentArgs],
     ) -> None:
         """Build the model from a HF folder. Collective; blocks.
@@ -71,6 +74,7 @@ class FsdpStudent(Student):
             cp: neighboring ranks that share each micro-batch; above 1 it needs `packing`.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
             collective_timeout_s: timeout of a collective of the group of `cp` ranks.
+            vision: what to do with the vision tower of a model for sequences with images.
             args: see `StudentArgs`. Trained weights are float32. `seed` initializes the adapters.
 
         Raises:
@@ -90,14 +94,21 @@ class FsdpStudent(Student):
                 dtype=dtype if adapted else torch.float32,
                 packing=packing,
                 trust_remote_code=trust_remote_code,
+                images=vision != "none",
             )
+            if vision == "frozen":
+                freeze_tower(hf, dtype)
+            elif vision == "trained":
+                freeze_unused(hf)
+            reader = ImageProcessor(str(folder)) if vision != "none" else None
             with open_tensors(folder) as tensors:
                 self._places = match_files(hf, folder, tensors)
             self._adapters = {} if self.lora is None else add_adapters(hf, self.lora, self._places)
-            self._base_digest = weights_digest(folder) if adapted else ""
+            self._base_digest = weights_digest(folder) if adapted or vision == "frozen" else ""
             n_layers = len(layer_list(hf))
         self.group, self.n_head_rows = dist.group.WORLD, int(hf.config.get_text_config().vocab_size)
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
+        self.model.image_processor = reader
         if cp > 1:
             group, _ = dist.new_subgroups(cp, timeout=timedelta(seconds=collective_timeout_s))
             on_phase(f"probing group cp of ranks {dist.get_process_group_ranks(group)}")
@@ -106,6 +117,9 @@ class FsdpStudent(Student):
         on_phase("loading weights")
         with same_error(device):
             load_weights(folder, self._places)
+        # A frozen tower is neither sent nor saved; exports copy it from the folder.
+        frozen = {name for name, parameter in tower_tensors(hf).items() if not parameter.requires_grad}
+        self._places = {name: place for name, place in self._places.items() if name not in frozen}
         init_adapters(self._adapters, args["seed"])
         on_phase("probing a forward pass")
         probe(self.model, n_layers=n_layers, packing=packing, fused=self._fused, device=device)

@@ -138,6 +138,7 @@ class RolloutWorker:
                 lora=config.actor.lora if derived.engine_adapter_rank else None,
                 turns=turns,
                 spans=self._spans,
+                vision=derived.vision,
             )
         self._spans.enter(Phase.READY)
         self._log.info("engine ready")

@@ -16,6 +16,7 @@ import numpy as np
 
 from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
+from gkd.config.schema_sections import Vision
 from gkd.errors import ClusterError, DataError
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.sampling import Request, vllm_params
@@ -27,7 +28,9 @@ from gkd.spans import Phase, SpanRecorder
 from gkd.types import EngineUsage, Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.group import GroupSpec
+from teacher_server.vision.vllm_input import image_input
 
+_KEPT_INPUTS = 64  # prompts with images: a prompt's samples start one after the other
 _WAIT_S = 0.02  # A call of another thread waits at most this long for an engine without a turn to generate.
 
 
@@ -49,6 +52,7 @@ class RolloutEngine:
         lora: adapters that `receive` must load before `generate`; None means the engine has none.
         turns: continues the trajectories; None means that a response is one turn.
         spans: records the passes.
+        vision: whether prompts may have images, and whether `receive` gets weights that compute their features.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class RolloutEngine:
         lora: LoraConfig | None = None,
         turns: Turns | None = None,
         spans: SpanRecorder | None = None,
+        vision: Vision = "none",
     ) -> None:
         self.policy_version = self._n_requests = 0
         self._running: dict[str, Request] = {}  # vLLM's request id -> sequence whose turn vLLM generates
@@ -81,9 +86,16 @@ class RolloutEngine:
             trust_remote_code=trust_remote_code,
             enable_sleep_mode=enable_sleep_mode,
             lora=lora,
+            vision=vision,
         )
         n_rows = self.llm.model_config.get_vocab_size()
-        self._masked = range(n_vocab or n_rows, n_rows)
+        self._masked: Sequence[int] = range(n_vocab or n_rows, n_rows)
+        self._vision = vision
+        self._inputs: dict[int, tuple[Prompt, Any]] = {}  # prompt id -> the prompt and vLLM's input
+        if vision != "none":  # a sampled placeholder would stand for an image that there is none of
+            hf = self.llm.model_config.hf_config
+            names = ("image_token_id", "video_token_id")
+            self._masked = [*self._masked, *(int(i) for name in names if (i := getattr(hf, name, None)) is not None)]
         self.request_options: dict[str, Any] = {} if lora is None else {"lora_request": adapter_request()}
         self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
 
@@ -148,9 +160,21 @@ class RolloutEngine:
         request_id = str(self._n_requests)
         params = vllm_params(request, self._eos_ids, self._masked)
         tokens = np.concatenate([request.prompt.token_ids, *request.ids]).tolist()
-        prompt = {"type": "token", "prompt_token_ids": tokens}
+        prompt: Any = {"type": "token", "prompt_token_ids": tokens}
+        if request.prompt.images:
+            prompt = {**self._image_input(request.prompt), "prompt_token_ids": tokens}
         request.engine_id = self.llm.llm_engine.add_request(request_id, prompt, params, **self.request_options)
         self._running[request_id] = request
+
+    def _image_input(self, prompt: Prompt) -> Any:
+        """Return vLLM's input of a prompt with images, which its samples share. Raises ImageError, a ValueError."""
+        known, made = self._inputs.get(prompt.prompt_id, (None, None))
+        if known is not prompt:
+            made = image_input(self.llm.llm_engine.renderer, prompt.token_ids.tolist(), prompt.images)
+            self._inputs[prompt.prompt_id] = prompt, made
+            while len(self._inputs) > _KEPT_INPUTS:
+                del self._inputs[next(iter(self._inputs))]
+        return made
 
     @property
     def n_running(self) -> int:
@@ -278,6 +302,8 @@ class RolloutEngine:
 
     def _reset_prefix_cache(self) -> None:
         """Clear the KV cache; running sequences are preempted and recomputed."""
+        if self._vision == "trained":  # vLLM finds features by the image alone, whichever weights have computed them
+            self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
             raise ClusterError("vLLM did not reset the prefix cache of the rollout engine: requests are still running")
 

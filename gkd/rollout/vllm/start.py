@@ -23,6 +23,7 @@ from gkd.cluster.stacks import RANK_ENV
 from gkd.config.schema import engine_rank
 from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
+from gkd.config.schema_sections import Vision
 from gkd.errors import ConfigError, RankFailed, WeightSyncError
 from gkd.memory.oom import is_out_of_memory
 from gkd.spans import Phase
@@ -65,6 +66,7 @@ def start_vllm(
     trust_remote_code: bool,
     enable_sleep_mode: bool,
     lora: LoraConfig | None,
+    vision: Vision = "none",
 ) -> Any:
     """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `RolloutEngine`.
 
@@ -96,7 +98,6 @@ def start_vllm(
             max_model_len=max_model_len,
             max_num_seqs=config.sequence_limit,
             enforce_eager=config.enforce_eager or on_cpu,
-            skip_tokenizer_init=True,
             trust_remote_code=trust_remote_code,
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -106,7 +107,8 @@ def start_vllm(
             # vLLM's default inside a Ray actor, "ray", would wait for GPUs that this actor already holds.
             distributed_executor_backend="mp" if config.tp > 1 else "uni",
             worker_extension_cls="gkd.rollout.vllm.weights.WeightReceiver",
-            **both.architecture_arguments(model_path),
+            **both.architecture_arguments(model_path, images=vision != "none"),
+            additional_config={"trains_tower": vision == "trained"},
             **({} if lora is None else _adapter_settings(lora)),
             **(
                 {

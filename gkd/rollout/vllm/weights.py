@@ -69,6 +69,7 @@ class WeightReceiver(SleepMixin):
     """Mixin for vLLM's worker class, which provides `model_runner`, `device` and `rank`."""
 
     model_runner: Any
+    vllm_config: Any
     device: torch.device
     rank: int
 
@@ -103,7 +104,7 @@ class WeightReceiver(SleepMixin):
             loaded.update(model.load_weights(tensors))
 
         n_bytes = self._gkd_receive_all(plans, load)
-        held = _places(model)
+        held = self._gkd_places()
         missed = sorted(({unwrapped(name) for name, _ in model.named_parameters()} & held.keys()) - loaded)
         # vLLM reports a fused parameter as loaded after one of its tensors.
         missed += sorted({name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)} - received)
@@ -144,6 +145,18 @@ class WeightReceiver(SleepMixin):
             self._gkd_made_adapters = None if manager is None else EngineAdapters(manager._adapter_manager)
         return self._gkd_made_adapters
 
+    def _gkd_places(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers that are trained: without a vision tower's, unless the student trains it.
+
+        LLaVA-NeXT has one for the ends of an image's lines, too.
+        """
+        model = self.model_runner.get_model()
+        held = (*model.named_parameters(), *model.named_buffers())
+        trains_tower = self.vllm_config.additional_config["trains_tower"]
+        trained = model if trains_tower else getattr(model, "get_language_model", lambda: model)()
+        own = set(map(id, (*trained.parameters(), *trained.buffers())))
+        return {unwrapped(name): tensor for name, tensor in held if id(tensor) in own}
+
     def gkd_synchronize(self) -> None:
         """Wait for all work that this worker has queued on its device."""
         if self.device.type == "cuda":
@@ -154,14 +167,14 @@ class WeightReceiver(SleepMixin):
 
         They are full tensors, gathered over TP ranks. The digest is empty of those that vLLM holds in another form.
         """
-        tensors = held_tensors(self.model_runner.get_model(), self.model_runner.model_config.dtype)
+        tensors = held_tensors(self._gkd_places(), self.model_runner.model_config.dtype)
         held = {name: "" if tensor is None else digest(tensor) for name, tensor in tensors}
         if (adapters := self._gkd_adapters()) is not None:
             held |= {name: digest(tensor) for name, tensor in adapters.held()}
         return held
 
 
-def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:
+def held_tensors(held: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name in the folder, full tensor) of what the model holds; None if it holds what vLLM computed from it.
 
     Collective over the tensor-parallel group: each rank copies back the parts that it loaded at its start.
@@ -169,7 +182,6 @@ def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[s
     Args:
         dtype: of the tensors that are sent.
     """
-    held = _places(model)
     group = get_tp_group()
     device = next(iter(held.values())).device
     for name, (shape, parts) in load_record().read.items():
@@ -185,14 +197,6 @@ def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[s
                 torch.distributed.all_reduce(whole.view(-1).view(torch.uint8), ReduceOp.MAX, group.device_group)
         if _is_held(parts, held):
             yield name, whole if len(sources) == len(parts) else None
-
-
-def _places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers of the language model: LLaVA-NeXT has one for the ends of an image's lines, too."""
-    trained = getattr(model, "get_language_model", lambda: model)()
-    own = set(map(id, (*trained.parameters(), *trained.buffers())))
-    held = (*model.named_parameters(), *model.named_buffers())
-    return {unwrapped(name): tensor for name, tensor in held if id(tensor) in own}
 
 
 def _is_held(parts: Sequence[Part], held: Mapping[str, torch.Tensor]) -> bool:

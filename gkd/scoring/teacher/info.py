@@ -37,6 +37,7 @@ class TeacherInfo:
     template_example: str = (
         ""  # a prompt as its template writes it, sent by the server, at most 4,096 characters; may be empty
     )
+    image_probe: Sequence[float] = ()  # numbers of its image processor; empty: it takes no images, or was not asked
     probe: Probe | None = None  # what proves the weights of an HTTP server
 
     @property

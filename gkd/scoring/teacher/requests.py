@@ -21,12 +21,14 @@ from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, check_own, v
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Rollout, TeacherScores, TeacherTopK
+from teacher_server.vision.images import EncodedImage
 from teacher_server.wire.payload import (
     check_tokens,
     given_problem,
     listed_problem,
     mark_own,
     pack_given,
+    pack_images,
     pack_units,
     unpack_rows,
     unpack_sampled,
@@ -111,6 +113,9 @@ class RequestSettings:
                 marked = [ids for r in rollouts for ids in (r.prompt_ids, mark_own(r.response_ids, r.own))]
                 tokens = np.concatenate(marked).astype("<i4")
             frames = [] if given is None else pack_given(given)
+            places: dict[EncodedImage, int] = {}
+            indices = [[places.setdefault(image, len(places)) for image in r.images] for r in rollouts]
+            frames += pack_images([image.data for image in places])
             header = ScoreRequest(
                 request_id=os.urandom(ID_BYTES),
                 signal=signal,
@@ -130,10 +135,12 @@ class RequestSettings:
                 lengths=lengths if len(lengths) > 1 else [],
                 n_own=n_own,
                 units=b"" if signal != "topk" or self.units is None else token_digest(self.units),
+                image_sizes=[image.n_bytes for image in places],
+                image_indices=indices if places else [],
             )
         frames = [as_frame(tokens), *frames]
         own = [rollout.own for rollout in rollouts]
-        digest = token_digest(tokens)
+        digest = token_digest(tokens, (image.digest for r in rollouts for image in r.images))
         return RequestMessage(names, header, frames, digest, self.resend_s, given, n_rows, own, self.units)
 
     def _checked_given(self, rollouts: Sequence[Rollout], names: Sequence[str]) -> np.ndarray:

@@ -199,6 +199,8 @@ def score_key(rollout: Rollout, teacher: TeacherConfig, model: str, signals: Seq
     digest = xxhash.xxh3_128(msgspec.json.encode([*asked, len(sequence.prompt_ids)]))
     for ids in (sequence.prompt_ids, mark_own(sequence.response_ids, sequence.own)):
         digest.update(np.ascontiguousarray(ids, "<i4").tobytes())
+    for image in sequence.images:
+        digest.update(image.digest)
     return digest.digest()
 
 
@@ -270,4 +272,5 @@ def unpacked(body: bytes, rollout: Rollout) -> TeacherScores:
 
 def _digest(rollout: Rollout) -> bytes:
     sequence = rollout.for_teacher()
-    return token_digest(np.concatenate([sequence.prompt_ids, mark_own(sequence.response_ids, sequence.own)]))
+    ids = np.concatenate([sequence.prompt_ids, mark_own(sequence.response_ids, sequence.own)])
+    return token_digest(ids, (image.digest for image in sequence.images))

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Rollout
-from teacher_server.wire.protocol import MAX_ENTRIES, MAX_SEQUENCES
+from teacher_server.vision.images import EncodedImage
+from teacher_server.wire.protocol import MAX_ENTRIES, MAX_IMAGES, MAX_IMAGES_BYTES, MAX_SEQUENCES
 
 _REQUESTS_IN_FLIGHT = 4
 _MOST_TOKENS = 4096  # limit of a request with several sequences: half a batch of the teacher server's default
@@ -55,15 +56,18 @@ def grouped(rollouts: Sequence[Rollout], n_per_request: Sequence[int], k: int = 
     """
     most_tokens = min(_MOST_TOKENS, MAX_ENTRIES // k)
     groups: list[list[int]] = []
-    open_groups: dict[tuple[int, int], tuple[list[int], int]] = {}  # its indices and tokens
+    # Indices, tokens and distinct images of the last request of each kind.
+    open_groups: dict[tuple[int, int], tuple[list[int], int, set[EncodedImage]]] = {}
     for index, rollout in enumerate(rollouts):
         n_given = 0 if rollout.top_ids is None else rollout.top_ids.shape[1]
         n_tokens = rollout.for_teacher().n_tokens
         key = rollout.route, n_given
-        group, held = open_groups.get(key, ([], 0))
-        if not group or len(group) == n_per_request[rollout.route] or held + n_tokens > most_tokens:
-            group, held = [], 0
+        group, held, images = open_groups.get(key, ([], 0, set[EncodedImage]()))
+        images = images | {*rollout.images}
+        is_full = len(images) > MAX_IMAGES or sum(image.n_bytes for image in images) > MAX_IMAGES_BYTES
+        if not group or is_full or len(group) == n_per_request[rollout.route] or held + n_tokens > most_tokens:
+            group, held, images = [], 0, {*rollout.images}
             groups.append(group)
         group.append(index)
-        open_groups[key] = group, held + n_tokens
+        open_groups[key] = group, held + n_tokens, images
     return groups

@@ -1,0 +1,207 @@
+"""Prepare images for a model: the number of their tokens, and the inputs of its vision tower.
+
+A prompt has one placeholder for each image, which stands for as many tokens as the model computes features. Token ids
+are *expanded* everywhere but in the text: lengths, budgets and positions of rows are then those of the model.
+
+Two kinds of models are known. Qwen's read an image of any size as patches on a grid, and merge neighbors. LLaVA's cut
+each image to one size.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from teacher_server.vision.images import EncodedImage, ImageError, decode, image_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CACHE_BYTES = 256 << 20
+_ON_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+# Model types whose logprobs in vLLM and in transformers were compared: docs/vision.md.
+COMPARED = (*_ON_GRIDS, "llava")
+# Why others are refused, where something is known.
+_DIFFERENCES = {
+    "gemma3": "vLLM attends causally to the tokens of an image on a CPU, and the model does not",
+    "internvl": "it reads an image as tiles between two more tokens, and prompts are expanded without those",
+    "mistral3": "it reads an image in rows with a token behind each, and prompts are expanded without those",
+    "pixtral": "it reads an image in rows with a token behind each, and prompts are expanded without those",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Inputs of a vision tower for one image."""
+
+    values: Tensor  # float32: [patches, D] on a grid, else [1, 3, height, width]
+    grid: Tensor | None  # [1, 3] int64: frames, rows and columns of patches; None: all images have one size
+
+
+class ImageProcessor:
+    """The image processor of a model's folder. Pixels are computed in a thread of its own.
+
+    Args:
+        path: model folder.
+
+    Raises:
+        ImageError: the model reads no images, or not in a known way, or its processor cannot be loaded.
+    """
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoConfig, AutoImageProcessor
+
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        vision = getattr(config, "vision_config", None)
+        if vision is None or getattr(config, "image_token_id", None) is None:
+            raise ImageError(f"a {config.model_type} model reads no images")
+        kind = config.model_type if config.model_type != "llava" or _is_clip(vision) else vision.model_type
+        if kind not in COMPARED:
+            why = _DIFFERENCES.get(kind, "what vLLM computes of them was not compared with transformers")
+            known = f"supported are {', '.join(COMPARED)}"
+            raise ImageError(f"images of a {config.model_type} model are not supported: {why}; {known}")
+        if kind in _ON_GRIDS and (missing := _unnamed_positions(config)):
+            fix = "vLLM computes other positions without it than transformers"
+            raise ImageError(f"its config.json has no {missing} in the rope_parameters of text_config: {fix}")
+        try:
+            self._processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, ImportError) as error:
+            raise ImageError(f"its image processor cannot be loaded ({error})") from error
+        self.model_type, self.token_id = config.model_type, int(config.image_token_id)
+        self._merged, self._size, self._fixed = 1, 0, 0
+        if kind in _ON_GRIDS:
+            self._merged = int(vision.spatial_merge_size) ** 2  # patches of a token
+        else:
+            self._size = int(vision.image_size)
+            # The first feature of CLIP is of the whole image.
+            left_out = config.vision_feature_select_strategy == "default"
+            self._fixed = (self._size // int(vision.patch_size)) ** 2 + 1 - left_out
+        self._thread = ThreadPoolExecutor(1, "pixels")
+        self._n_tokens: dict[bytes, int] = {}  # digest -> tokens
+        self._cache: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
+        self.waited_s = 0.0  # time that `pixels` has waited for the thread
+        self.busy_s = 0.0  # time that the thread has computed
+
+    def n_tokens(self, image: EncodedImage) -> int:
+        """Return the number of tokens of an image. Reads its header only. Raises ImageError."""
+        if image.digest not in self._n_tokens:
+            height, width = image_size(image.data)
+            try:
+                n = self._fixed or int(self._processor.get_number_of_image_patches(height, width, {})) // self._merged
+            except ValueError as error:  # Qwen's refuses sides of a ratio of more than 200
+                raise ImageError(f"the model's processor refuses it: {error}") from error
+            self._n_tokens[image.digest] = n
+        return self._n_tokens[image.digest]
+
+    def prepare(self, images: Iterable[EncodedImage]) -> list[Future[Pixels]]:
+        """Start to compute the inputs of the tower for each image, unless they are cached. Does not wait."""
+        self._trim()
+        found = []
+        for image in images:
+            if image.digest not in self._cache:
+                self._cache[image.digest] = self._thread.submit(self._computed, image.data)
+            self._cache.move_to_end(image.digest)
+            found.append(self._cache[image.digest])
+        return found
+
+    def pixels(self, images: Iterable[EncodedImage]) -> list[Pixels]:
+        """Return the inputs of the tower for each image. Raises ImageError."""
+        futures = self.prepare(images)
+        start = time.perf_counter()
+        try:
+            return [future.result() for future in futures]
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+    def expand(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> list[int]:
+        """Return token ids with as many placeholders for each image as it has tokens.
+
+        Raises:
+            ImageError: `ids` has another number of placeholders.
+        """
+        places = [i for i, token in enumerate(ids) if token == self.token_id]
+        if len(places) != len(images):
+            raise ImageError(f"the prompt has {len(places)} placeholders for {len(images)} images")
+        parts, at = list[int](), 0
+        for place, image in zip(places, images, strict=True):
+            parts += [*ids[at:place], *[self.token_id] * self.n_tokens(image)]
+            at = place + 1
+        return [*parts, *ids[at:]]
+
+    def check(self, ids: np.ndarray, images: Sequence[EncodedImage]) -> None:
+        """Raise ImageError unless expanded ids have the tokens of these images, in order: another processor made them.
+
+        Images that follow each other without a token between them cannot be told apart, so their sum is compared.
+        """
+        is_image = ids == self.token_id
+        found = np.diff(np.flatnonzero(np.diff(is_image, prepend=False, append=False)))[::2].tolist()
+        needed = [self.n_tokens(image) for image in images]
+        if found != needed and sum(found) != sum(needed):
+            raise ImageError(f"its images have {found} tokens, and this model's processor makes {needed} of them")
+
+    def probe(self) -> list[float]:
+        """Return numbers that tell processors apart: sizes, filters and normalization, of three made-up images."""
+        numbers: list[float] = []
+        for pixels in self.pixels(_made_up()):
+            flat = pixels.values.double().flatten().numpy()
+            at = np.linspace(0, len(flat) - 1, 16).astype(np.int64)
+            shape = pixels.values.shape if pixels.grid is None else pixels.grid.flatten().tolist()
+            numbers += [*map(float, shape), float(flat.mean()), float(flat.std()), *flat[at].tolist()]
+        return [round(number, 4) for number in numbers]
+
+    def _computed(self, data: bytes) -> Pixels:
+        start = time.perf_counter()
+        try:
+            made = self._processor(images=[decode(data)], return_tensors="pt")
+        except ValueError as error:
+            raise error if isinstance(error, ImageError) else ImageError(str(error)) from error
+        finally:
+            self.busy_s += time.perf_counter() - start
+        values = made["pixel_values"]
+        if self._size and values.shape != (1, 3, self._size, self._size):
+            raise ImageError(
+                f"its processor makes pixels of {[*values.shape]}, and the tower reads {self._size} a side"
+            )
+        return Pixels(values, made.get("image_grid_thw"))
+
+    def _trim(self) -> None:
+        """Leave out the images that were used the longest time ago."""
+        done = {key: future for key, future in self._cache.items() if future.done()}
+        sizes = {key: 0 if future.exception() else future.result().values.nbytes for key, future in done.items()}
+        n_bytes = sum(sizes.values())
+        for key, size in sizes.items():
+            if n_bytes > _CACHE_BYTES or not size:  # the error of an image that failed is not kept
+                del self._cache[key]
+                n_bytes -= size
+
+
+def _unnamed_positions(config: Any) -> str:
+    """Return what config.json does not say of the positions of images; empty: all is there."""
+    rope = config.text_config.rope_parameters or {}
+    needed = ["mrope_section", *(["mrope_interleaved"] if config.model_type != "qwen2_5_vl" else [])]
+    return ", ".join(name for name in needed if not rope.get(name))
+
+
+def _is_clip(vision: Any) -> bool:
+    return bool(vision.model_type == "clip_vision_model")
+
+
+def _made_up() -> list[EncodedImage]:
+    from PIL import Image
+
+    made = []
+    for height, width in ((60, 90), (300, 200), (480, 640)):
+        y, x = np.mgrid[0:height, 0:width]
+        red, green = 255 * x // width, 255 * y // height
+        blue = ((x // 7 + y // 5) % 2 * 160 + (x * y) % 64).astype(np.int64)
+        file = io.BytesIO()
+        Image.fromarray(np.stack([red, green, blue], -1).astype(np.uint8)).save(file, "PNG", compress_level=1)
+        made.append(EncodedImage(file.getvalue()))
+    return made

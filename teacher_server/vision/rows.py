@@ -1,0 +1,95 @@
+"""Images in a forward pass of transformers: features of the vision tower in the rows, and positions on the grids.
+
+An image that several sequences of a pass have is computed once. Positions are those of each sequence alone, so they
+restart in a packed row.
+
+Letters: B sequences, S columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from teacher_server.vision.images import EncodedImage
+from teacher_server.vision.processor import ImageProcessor
+
+Span = tuple[int, slice]  # row and columns of a sequence; the columns may end with padding
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The images of a forward pass."""
+
+    values: Tensor  # Those of all distinct images are joined, see `Pixels`.
+    grids: Tensor | None  # [distinct, 3] int64
+    order: tuple[int, ...]  # the distinct image of each placeholder, in the order of the flattened rows
+    position_ids: Tensor | None  # [3, B, S] int64; None: those of text
+
+
+def image_rows(
+    model: Any,
+    processor: ImageProcessor,
+    tokens: Tensor,
+    spans: Sequence[Span],
+    images: Sequence[Sequence[EncodedImage]],
+    device: torch.device,
+) -> ImageRows | None:
+    """Return the images of some sequences; None if they have none.
+
+    Args:
+        tokens: [B, S] int64, on the host.
+        images: of each sequence.
+
+    Raises:
+        ImageError: tokens and images of a sequence do not match, or an image cannot be used.
+    """
+    for (row, columns), own in zip(spans, images, strict=True):
+        processor.check(tokens[row, columns].numpy(), own)
+    places: dict[EncodedImage, int] = {}
+    order = tuple(places.setdefault(image, len(places)) for own in images for image in own)
+    if not places:
+        return None
+    pixels = processor.pixels(places)
+    grids = [each.grid for each in pixels if each.grid is not None]
+    positions = None
+    if grids:
+        positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
+        for (row, columns), own in zip(spans, images, strict=True):
+            ids = tokens[row, columns]
+            of_own = torch.cat([grids[places[image]] for image in own]) if own else None
+            positions[:, row, columns] = sequence_positions(model, ids, of_own, processor.token_id)
+    return ImageRows(
+        torch.cat([each.values for each in pixels]).to(device),
+        torch.cat(grids).to(device) if grids else None,
+        order,
+        None if positions is None else positions.to(device),
+    )
+
+
+def sequence_positions(model: Any, ids: Tensor, grids: Tensor | None, token_id: int) -> Tensor:
+    """Return [3, S] int64, the positions of one sequence: those of the model's own code."""
+    if grids is None:
+        return torch.arange(len(ids)).expand(3, -1)
+    kinds = (ids == token_id).int()[None]
+    found: Tensor = model.base_model.get_rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)[0]
+    return found[:, 0]
+
+
+def forward_arguments(model: Any, rows: ImageRows) -> dict[str, Any]:
+    """Run the vision tower, and return the arguments of the backbone's forward pass."""
+    base = model.base_model
+    if rows.grids is None:
+        out = base.get_image_features(rows.values, return_dict=True)
+        out.pooler_output = [out.pooler_output[i] for i in rows.order]
+        return {"mm_encoder_outputs": {"image": out}}
+    out = base.get_image_features(rows.values, rows.grids, return_dict=True)
+    out.pooler_output = tuple(out.pooler_output[i] for i in rows.order)
+    if getattr(out, "deepstack_features", None) is not None:
+        out.deepstack_features = [tuple(features[i] for i in rows.order) for features in out.deepstack_features]
+    grids = {"position_ids": rows.position_ids, "image_grid_thw": rows.grids}
+    return grids | {"mm_encoder_outputs": {"image": out}}

@@ -1,0 +1,46 @@
+"""Make vLLM's input of expanded token ids and encoded images, once for all sequences of a prompt.
+
+vLLM's own way takes ids with one placeholder an image, expands them, and never tells if its expansion is another one.
+Here its processor only prepares the pixels. Its placeholders are then looked for in the ids that the caller has, and
+must all be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from teacher_server.vision.images import EncodedImage, ImageError, decode
+
+
+def image_input(renderer: Any, ids: list[int], images: Sequence[EncodedImage]) -> Any:
+    """Return the input for `LLMEngine.add_request`, not for `LLM.generate`, which would drop the images silently.
+
+    Args:
+        renderer: of vLLM's LLMEngine.
+        ids: of the whole sequence, expanded.
+
+    Raises:
+        ImageError: an image cannot be used, or the ids do not have the placeholders that vLLM's model needs.
+    """
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.parse import parse_mm_uuids
+    from vllm.multimodal.processing.context import TimingContext
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    processor = renderer.get_mm_processor()
+    items = processor.info.parse_mm_data({"image": [decode(image.data) for image in images]})
+    names = parse_mm_uuids({"image": [image.digest.hex() for image in images]})
+    inputs = ProcessorInputs(ids, items, names, cache=renderer._mm_processor_cache)
+    try:
+        made = processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
+        places = processor._find_mm_placeholders(ids, made.prompt_updates)
+        processor._validate_mm_placeholders(places, items.get_all_counts())
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise ImageError(f"vLLM's processor does not find its images in the prompt: {error}") from error
+    ranges = {kind: [place.to_range() for place in found] for kind, found in places.items()}
+    token = int(processor.info.get_hf_config().image_token_id)
+    # A run that is longer than an image needs has the image's placeholder as its beginning.
+    if (found := sum(each.get_num_embeds() for each in ranges["image"])) != (n := ids.count(token)):
+        raise ImageError(f"the prompt has {n} tokens of images, and vLLM's processor makes {found} of them")
+    return mm_input(prompt_token_ids=ids, mm_kwargs=made.kwargs, mm_hashes=made.hashes, mm_placeholders=ranges)
