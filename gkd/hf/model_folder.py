@@ -37,6 +37,7 @@ class ModelFolder:
     config_json: Mapping[str, Any]
     dims: ModelDims
     tensors: Tensors | None  # None: `dims` are exact
+    vision_params: int = 0  # parameters of the vision tower and its projection
 
 
 def read_model_folder(path: str | Path, key: str) -> ModelFolder:
@@ -52,10 +53,13 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
     """
     config_json = read_config_json(local_path(str(path), key, weights=False), key)
     dims = read_dims(config_json)
-    tensors: Tensors | None = None if dims.is_exact else tensor_shapes(Path(local_path(str(path), key)))
-    if tensors is not None and "text_config" in config_json:
-        tensors = _language_model(tensors, dims.n_layers)
-    return ModelFolder(config_json, dims, tensors)
+    if dims.is_exact and "vision_config" not in config_json:
+        return ModelFolder(config_json, dims, None)
+    tensors = tensor_shapes(Path(local_path(str(path), key)))
+    own = _language_model(tensors, dims.n_layers) if "text_config" in config_json else tensors
+    others = (prod(shape) for name, shape in tensors.items() if name not in own and "mtp" not in name)
+    vision = sum(others) if "vision_config" in config_json else 0
+    return ModelFolder(config_json, dims, None if dims.is_exact else own, vision)
 
 
 def read_config_json(path: str | Path, key: str) -> dict[str, Any]:

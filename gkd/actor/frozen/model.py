@@ -32,11 +32,21 @@ from gkd.actor.common.hf_folder import DTYPES, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.shards import Piece, ShardReader
 from gkd.actor.common.step import empty_micro_batch
-from gkd.actor.fsdp.model import build_on_meta, freeze_tower, layer_list, passes_of, reshard, shard, shard_records
+from gkd.actor.fsdp.model import (
+    build_on_meta,
+    freeze_vision,
+    frozen_vision,
+    layer_list,
+    passes_of,
+    reshard,
+    shard,
+    shard_records,
+)
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.passes import forward
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import blend_part, flat_rows, full_tensor, load_weights, local_rows, match_files
+from gkd.config.schema_sections import Vision
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
@@ -87,7 +97,7 @@ class FrozenModel:
         max_batch_tokens: int = 16384,
         float32_weights: bool = False,
         trust_remote_code: bool = False,
-        images: bool = False,
+        vision: Vision = "none",
     ) -> None:
         """Build the model from a Hugging Face folder. Collective; torch.distributed must be initialized.
 
@@ -98,6 +108,7 @@ class FrozenModel:
             packing: concatenate sequences; else each is padded to the longest of its micro-batch.
             max_batch_tokens: of a micro-batch, padding included; a longer sequence is a micro-batch of its own.
             float32_weights: keep the shards in float32, so that the small updates of `refresh` are not rounded away.
+            vision: what the student does with its vision tower.
 
         Raises:
             ModelError: the folder is damaged or not a causal language model.
@@ -117,10 +128,10 @@ class FrozenModel:
                 dtype=shard_dtype,
                 packing=packing,
                 trust_remote_code=trust_remote_code,
-                images=images,
+                images=vision != "none",
             )
-            freeze_tower(hf, dtype)  # it is not sharded
-            self.image_processor = ImageProcessor(str(folder)) if images else None
+            freeze_vision(hf, vision, dtype)
+            self.image_processor = ImageProcessor(str(folder)) if vision != "none" else None
             hf.requires_grad_(False)
             with open_tensors(folder) as tensors:
                 self.places = match_files(hf, folder, tensors)
@@ -135,6 +146,8 @@ class FrozenModel:
             NextLayer(list(layers), device)
         with same_error(device):
             load_weights(folder, self.places)
+        frozen = frozen_vision(hf)  # the student does not train it, so `refresh` gets nothing of it
+        self.places = {name: place for name, place in self.places.items() if name not in frozen}
         with head_refusal(key, folder):
             probe(self.model, n_layers=len(layers), packing=packing, fused=True, device=device)
         log.info("%s: %d layers, frozen, over all ranks", hf.config.model_type, len(layers))

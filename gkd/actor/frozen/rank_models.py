@@ -66,7 +66,7 @@ class FrozenModels:
             packing=actor.packing,
             max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
             trust_remote_code=config.model.trust_remote_code,
-            images=bool(config.data.images_key),
+            vision=derived.vision,
         )
         self._followers.append(Follower(self._reference, self._student, weight_updates(config.reference)))
 
@@ -175,7 +175,7 @@ class LocalTeacher:
             max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_teacher_length,
             float32_weights=updates.ema > 0.0,
             trust_remote_code=config.model.trust_remote_code,
-            images=bool(config.data.images_key),
+            vision=derived.vision,
         )
         self._signals, self._n_student_ids = derived.signals, derived.n_student_ids
         # The top-k table also holds the logprobs of the response tokens.

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTr
 from transformers.initialization import no_init_weights
 
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, packed_attention, refuse_packing
+from gkd.config.schema_sections import Vision
 from gkd.data.columns import ALL_COLUMNS
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
@@ -35,6 +36,8 @@ from gkd.types import TokenTargets
 from teacher_server.engines.hf import auto_class, keep_language_model, outside_parts
 from teacher_server.vision.processor import ImageProcessor
 from teacher_server.vision.rows import ImageRows, forward_arguments
+
+_FROZEN = "is_frozen_vision"  # attribute of modules
 
 
 class LossModel(nn.Module):
@@ -244,16 +247,16 @@ def shard(
     root = LossModel(hf)
     # A frozen tower is whole on every rank: no rank waits for one whose sequences have no images. One that is trained
     # is gathered with the root, by all ranks in every pass.
-    kept = {parameter for parameter in tower_tensors(hf).values() if not parameter.requires_grad}
+    kept = set(frozen_vision(hf).values())
     if not is_tied(hf):
         cut(hf.get_input_embeddings())
         # Its backward pass comes right after its forward pass.
         cut(root.head, reshard_after_forward=False)
     cut(root, ignored_params=kept)
     home = torch.device("cpu") if offload else device
-    for parent, name, _ in outside_parts(hf):
-        if kept.intersection(getattr(parent, name).parameters()):
-            allocate(getattr(parent, name), device, device)
+    for module in hf.modules():
+        if hasattr(module, _FROZEN):  # also if the shards are in host memory
+            allocate(module, device, device)
     allocate(root, home, device)
     if offload and device.type == "cuda":
         into_one_block(root, pinned=True)
@@ -300,29 +303,30 @@ def passes_of(root: Any) -> Iterator[None]:
     reshard(root)
 
 
-def tower_tensors(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters of the vision tower and its projection by name; empty if it was built without them."""
-    paths = tuple(path for _, _, path in outside_parts(hf))
-    return {name: parameter for name, parameter in hf.named_parameters() if name.startswith(paths)} if paths else {}
+def freeze_vision(hf: PreTrainedModel, vision: Vision, dtype: torch.dtype) -> None:
+    """Do not train what is not to be trained of a model that reads images, and hold it in the dtype of computations.
 
-
-def freeze_tower(hf: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Do not train the vision tower, and hold it in the dtype that it computes in."""
-    for parent, name, _ in outside_parts(hf):
-        getattr(parent, name).to(dtype).requires_grad_(False)
-
-
-def freeze_unused(hf: PreTrainedModel) -> None:
-    """Do not train the end of a CLIP tower, from whose earlier layers LLaVA takes its features: vLLM leaves it out."""
+    Of a trained tower it is the end of CLIP: LLaVA takes its features from an earlier layer, and vLLM leaves it out.
+    """
+    parts: list[nn.Module] = []
     chosen = getattr(hf.config, "vision_feature_layer", None)
-    if chosen is None:
-        return
-    tower: Any = hf.base_model.vision_tower
-    layers = tower.encoder.layers
-    # States are numbered from the embeddings, and negative numbers count from the last layer.
-    numbers = [number % (len(layers) + 1) for number in (chosen if isinstance(chosen, list) else [chosen])]
-    for module in (*layers[max(numbers) :], tower.post_layernorm):
-        module.requires_grad_(False)
+    if vision == "frozen":
+        parts = [getattr(parent, name) for parent, name, _ in outside_parts(hf)]
+    elif vision == "trained" and chosen is not None:
+        tower: Any = hf.base_model.vision_tower
+        layers = tower.encoder.layers
+        # States are numbered from the embeddings, and negative numbers count from the last layer.
+        numbers = [number % (len(layers) + 1) for number in (chosen if isinstance(chosen, list) else [chosen])]
+        parts = [*layers[max(numbers) :], tower.post_layernorm]
+    for part in parts:
+        part.to(dtype).requires_grad_(False)
+        setattr(part, _FROZEN, True)
+
+
+def frozen_vision(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return what `freeze_vision` has frozen, by name. It is whole on each rank, and neither sent nor saved."""
+    names = tuple(f"{name}." for name, module in hf.named_modules() if hasattr(module, _FROZEN))
+    return {name: parameter for name, parameter in hf.named_parameters() if name.startswith(names)} if names else {}
 
 
 def layer_list(hf: PreTrainedModel) -> nn.ModuleList:

@@ -27,7 +27,7 @@ from gkd.actor.common.step import (
 )
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import LossModel, passes_of
-from gkd.actor.fsdp.vision import read_images
+from gkd.actor.fsdp.vision import check_images, read_images
 from gkd.data.collate import parts_of, without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
@@ -56,7 +56,7 @@ def run_batch(
     """
     with same_error(device, count=len(micro_batches)) as agreement:
         for batch in without_targets(micro_batches):
-            _check(batch, micro_batches, loss, packing=packing, needs_scores=True)
+            _check(model, batch, micro_batches, loss, packing=packing, needs_scores=True)
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
     own, filler = parts_of(micro_batches, model.columns), model.columns.part_of(empty_micro_batch())
     with passes_of(model):
@@ -64,7 +64,8 @@ def run_batch(
             batch = own[i] if i < len(own) else filler
             targets = batch.targets
             assert targets is not None  # checked
-            loss_sum, values = forward(model, batch, device, targets=targets, loss=loss, fused=fused)
+            later = without_targets(own[i + 1 : i + 2])
+            loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=fused)
             totals += torch.cat([token_counts(batch, targets, device), values])
             if backward:
                 loss_sum.backward()
@@ -96,19 +97,21 @@ def run_logprobs(
     with same_error(device, count=len(micro_batches)) as agreement:
         batches = []
         for batch in without_targets(micro_batches):
-            _check(batch, micro_batches, loss, packing=packing, needs_scores=False)
+            _check(model, batch, micro_batches, loss, packing=packing, needs_scores=False)
             batches.append(with_next_tokens(batch))
     own, filler = parts_of(batches, model.columns), model.columns.part_of(empty_micro_batch())
     found = []
     with passes_of(model):
         for i in range(agreement.largest):
             batch = own[i] if i < len(own) else filler
-            logprobs = _next_token_logprobs(model, batch, loss, fused=fused, device=device)
+            later = own[i + 1 : i + 2]
+            logprobs = _next_token_logprobs(model, batch, loss, fused=fused, device=device, later=later)
             found += [logprobs.float().cpu()] if i < len(own) else []
     return model.columns.whole(found, batches)
 
 
 def _check(
+    model: LossModel,
     batch: MicroBatch,
     micro_batches: Sequence[MicroBatch],
     loss: DistillLoss,
@@ -120,22 +123,39 @@ def _check(
     check_before(loss, batch, micro_batches, needs_scores=needs_scores)
     if batch.cu_seqlens is not None and not packing:
         raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
+    check_images(model.image_processor, batch)
 
 
 def _next_token_logprobs(
-    model: LossModel, batch: MicroBatch, loss: DistillLoss, *, fused: bool, device: torch.device
+    model: LossModel,
+    batch: MicroBatch,
+    loss: DistillLoss,
+    *,
+    fused: bool,
+    device: torch.device,
+    later: Sequence[MicroBatch],
 ) -> Tensor:
     """Return [N] logprobs of the tokens after the loss rows."""
     assert batch.targets is not None
     ids = batch.targets.sampled_ids.to(device)
     if fused:
-        found: Tensor = forward(model, batch, device, use=partial(logprobs_of_hidden, loss, ids=ids))
+        found: Tensor = forward(model, batch, device, later, use=partial(logprobs_of_hidden, loss, ids=ids))
         return found
-    return logprobs_of_logits(loss, forward(model, batch, device), ids)
+    return logprobs_of_logits(loss, forward(model, batch, device, later), ids)
 
 
-def forward(model: LossModel, batch: MicroBatch, device: torch.device, **arguments: Any) -> Any:
-    """Run the model on its columns of a micro-batch; for `arguments` and result see `LossModel.forward`."""
+def forward(
+    model: LossModel,
+    batch: MicroBatch,
+    device: torch.device,
+    later: Sequence[MicroBatch] = (),
+    **arguments: Any,
+) -> Any:
+    """Run the model on its columns of a micro-batch; for `arguments` and result see `LossModel.forward`.
+
+    Args:
+        later: micro-batches whose images a thread prepares meanwhile.
+    """
     pack, positions = None, None
     group = model.columns.group
     if batch.cu_seqlens is not None:
@@ -145,9 +165,8 @@ def forward(model: LossModel, batch: MicroBatch, device: torch.device, **argumen
         pack = Pack(None, None, group=group)
     if pack is not None:
         positions = batch.position_ids.to(device)
-    if batch.images:
-        if model.image_processor is None:
-            raise DataError("the student was built without a vision tower and got sequences with images")
+    if model.image_processor is not None:
         arguments["images"] = read_images(model.hf, model.image_processor, batch, device)
+        model.image_processor.prepare(image for each in later for images in each.images for image in images)
     tokens, rows = batch.tokens.to(device), batch.loss_index.to(device)
     return model(tokens, rows, position_ids=positions, pack=pack, **arguments)

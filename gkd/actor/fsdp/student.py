@@ -24,7 +24,7 @@ from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.common.step import BatchSums
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
-from gkd.actor.fsdp.model import build_on_meta, freeze_tower, freeze_unused, layer_list, reshard, shard, tower_tensors
+from gkd.actor.fsdp.model import build_on_meta, freeze_vision, frozen_vision, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import (
     build_adamw,
     global_grad_norm,
@@ -96,10 +96,7 @@ class FsdpStudent(Student):
                 trust_remote_code=trust_remote_code,
                 images=vision != "none",
             )
-            if vision == "frozen":
-                freeze_tower(hf, dtype)
-            elif vision == "trained":
-                freeze_unused(hf)
+            freeze_vision(hf, vision, dtype)
             reader = ImageProcessor(str(folder)) if vision != "none" else None
             with open_tensors(folder) as tensors:
                 self._places = match_files(hf, folder, tensors)
@@ -117,8 +114,7 @@ class FsdpStudent(Student):
         on_phase("loading weights")
         with same_error(device):
             load_weights(folder, self._places)
-        # A frozen tower is neither sent nor saved; exports copy it from the folder.
-        frozen = {name for name, parameter in tower_tensors(hf).items() if not parameter.requires_grad}
+        frozen = frozen_vision(hf)  # exports copy it from the folder
         self._places = {name: place for name, place in self._places.items() if name not in frozen}
         init_adapters(self._adapters, args["seed"])
         on_phase("probing a forward pass")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from transformers import PreTrainedModel
 
@@ -12,14 +15,30 @@ from teacher_server.vision.processor import ImageProcessor
 from teacher_server.vision.rows import ImageRows, Span, image_rows
 
 
+def check_images(processor: ImageProcessor | None, batch: MicroBatch) -> None:
+    """Check that the tokens of each sequence are those of its images. Raises DataError."""
+    if batch.images and processor is None:
+        raise DataError("the student was built without a vision tower and got sequences with images")
+    if processor is not None and batch.images:
+        with _as_data_error():
+            for (row, columns), images in zip(_spans(batch), batch.images, strict=True):
+                processor.check(batch.tokens[row, columns].numpy(), images)
+
+
 def read_images(
     hf: PreTrainedModel, processor: ImageProcessor, batch: MicroBatch, device: torch.device
 ) -> ImageRows | None:
-    """Return the images of a micro-batch; None if it has none. Raises DataError: tokens and images do not match."""
+    """Return the images of a micro-batch; None if it has none. Raises DataError: an image cannot be used."""
     if not batch.images:
         return None
-    try:
+    with _as_data_error():
         return image_rows(hf, processor, batch.tokens, _spans(batch), batch.images, device)
+
+
+@contextmanager
+def _as_data_error() -> Iterator[None]:
+    try:
+        yield
     except ImageError as error:
         raise DataError(f"a sequence cannot be trained on: {error}") from error
 

@@ -92,6 +92,22 @@ def gathered(model: ModelFolder) -> tuple[int, int, int]:
     return dims.n_params, max(layers), dims.embedding_params()
 
 
+def tower_bytes(config: Config, model: ModelFolder, n_tokens: int) -> tuple[int, int]:
+    """Return the bytes of a vision tower in a pass: (saved for the backward pass, of one layer).
+
+    All tokens of prompts may be those of images.
+    """
+    if config.derived.vision == "none":
+        return 0, 0
+    vision = model.config_json["vision_config"]
+    hidden = vision.get("hidden_size", 0)
+    patches = n_tokens * config.data.max_prompt_length // config.derived.max_sequence_length
+    patches *= vision.get("spatial_merge_size", 1) ** 2
+    layer = patches * itemsize(config) * (6 * hidden + 2 * vision.get("intermediate_size", 4 * hidden))
+    n_layers = vision.get("depth") or vision.get("num_hidden_layers", 1)
+    return n_layers * layer if config.derived.vision == "trained" else 0, layer
+
+
 def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
     """Return the pipeline's stages in their order; see `gkd.actor.megatron.layout`.
 
@@ -140,6 +156,7 @@ def fsdp_stages(config: Config, model: ModelFolder) -> list[Stage]:
     layers = range(dims.n_layers)
     check_context_split(config.actor.cp, (dims.n_heads,), (dims.n_kv_heads,))
     total, _, _ = gathered(model)
+    total += model.vision_params if config.derived.vision == "trained" else 0
     adapters = adapter_params(config, dims, layers)
     owned = -(-(adapters or total) // config.derived.n_shards)
     return [Stage(layers, True, total, owned, adapters)]
@@ -166,6 +183,8 @@ def actor_parts(
         if actor.fsdp_cpu_offload and not on_cpu:
             # Gradients come to the host one by one, and torch rounds the pinned memory of each up to a power of two.
             parts = {"offloaded": sum(parts.values()) + parts["gradients"]}
+        if config.derived.vision == "frozen":  # it is whole on each rank
+            parts["vision"] = itemsize(config) * model.vision_params
         parts |= _training_step(config, model, stage, on_cpu=on_cpu)
         if config.teacher.signal == "hidden" and stage.last and teacher_hidden is not None:
             parts["teacher_head"] = FLOAT32 * -(-model.dims.vocab_size // actor.tp) * teacher_hidden
@@ -222,10 +241,12 @@ def _training_step(config: Config, model: ModelFolder, stage: Stage, *, on_cpu: 
     boundary = hidden / (actor.tp if actor.sequence_parallel else 1)
     recomputes = actor.recompute == "full"
     kept = boundary * len(of_layers) if recomputes else sum(of_layers)
-    activations = kept * stage.in_flight / actor.vpp
+    saved, tower = tower_bytes(config, model, n_tokens)
+    activations = saved + kept * stage.in_flight / actor.vpp
     # Stages keep what they received and sent; the last one keeps the input of the last norm.
     activations += boundary * ((2 * stage.in_flight if actor.pp > 1 else 1) + stage.last)
     layer = 2 * hidden + 2 * b * dims.ffn_size / actor.tp * n_tokens + (max(of_layers) if recomputes else 0)
+    layer = max(layer, tower)
     table = gradient = 0
     ending = 2 * FLOAT32 * dims.embedding_params(actor.tp) if on_cpu else 0  # copies of a parameter in AdamW
     if actor.backend.shards_every_tensor:
@@ -248,6 +269,7 @@ def _gathered(config: Config, model: ModelFolder, *, frozen: bool, on_cpu: bool)
     """
     b, n_shards = itemsize(config), config.derived.n_shards
     _, layer, embedding = gathered(model)
+    embedding += model.vision_params if config.derived.vision == "trained" else 0  # the root has both
     shard = 0 if on_cpu else -(-layer // n_shards)
     reduced = 0 if frozen else layer * (b + FLOAT32) + FLOAT32 * shard
     of_layer = b * (layer if on_cpu else 2 * layer + shard) + reduced

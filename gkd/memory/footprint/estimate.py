@@ -15,7 +15,15 @@ from gkd.config.schema_teacher import ACTOR, weight_updates
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.hf.model_dims import check_engine_split
 from gkd.hf.model_folder import ModelFolder, read_model_folder
-from gkd.memory.footprint.actor import FLOAT32, actor_parts, adapter_params, gathered, itemsize, sync_buffers
+from gkd.memory.footprint.actor import (
+    FLOAT32,
+    actor_parts,
+    adapter_params,
+    gathered,
+    itemsize,
+    sync_buffers,
+    tower_bytes,
+)
 from gkd.spans import Phase
 
 STATES = ("weights", "gradients", "optimizer")
@@ -42,7 +50,8 @@ class RankFootprint:
     """The memory of one rank, in bytes by part. Equal ranks have one footprint, that of the lowest rank.
 
     On the device: `STATES`, `teacher_head`, `teacher_weights` (of a local teacher), `reference_weights`, `kv_cache`,
-    `context`, `teacher_server`, and in some phases the parts in `PHASES`. In host memory: `HOST_PARTS`.
+    `context`, `teacher_server`, frozen towers (`vision`, `teacher_vision`, `reference_vision`), and in some phases the
+    parts in `PHASES`. In host memory: `HOST_PARTS`.
     """
 
     role: str  # "actor" | "rollout"
@@ -140,6 +149,7 @@ def _frozen(config: Config, name: str, model: ModelFolder, saved_copy: int, *, o
     dims, actor, derived, updates = model.dims, config.actor, config.derived, weight_updates(settings)
     total, layer, embedding = gathered(model)
     b = itemsize(config)
+    tower = 0 if derived.vision == "none" else model.vision_params
     shard_b = FLOAT32 if updates.ema > 0.0 else b  # bytes of a parameter at home, and in the layer that is prefetched
     longest = derived.max_teacher_length if name == "teacher" else derived.max_sequence_length
     n_tokens = max(actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest, longest)
@@ -147,9 +157,10 @@ def _frozen(config: Config, name: str, model: ModelFolder, saved_copy: int, *, o
     home = f"{name}_shards" if settings.fsdp_cpu_offload and not on_cpu else f"{name}_weights"
     chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]
     widths = 2 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns)
-    working = layer * (b + shard_b) + embedding * b + n_tokens * b * widths
+    working = layer * (b + shard_b) + embedding * b + n_tokens * b * widths + tower_bytes(config, model, n_tokens)[1]
     copied = saved_copy + (shards if updates.interval else 0)
-    return {home: shards, f"{name}_pass": working + chunk + chunk * b // FLOAT32, "saved_copy": copied}
+    whole = {f"{name}_vision": b * tower} if tower else {}
+    return whole | {home: shards, f"{name}_pass": working + chunk + chunk * b // FLOAT32, "saved_copy": copied}
 
 
 def _engine(
@@ -163,13 +174,14 @@ def _engine(
     dims, rollout, b, longest = model.dims, config.rollout, itemsize(config), config.derived.max_engine_length
     check_engine_split(rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     total, _, embedding = gathered(model)
+    total += 0 if config.derived.vision == "none" else model.vision_params
     adapters = adapter_params(config, dims, range(dims.n_layers), rollout.tp) // max(1, config.actor.lora.rank)
     n_tokens = min(_BATCHED_TOKENS[on_cpu] * (rollout.tp if on_cpu else 1), rollout.sequence_limit * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
     widest = 3 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // rollout.tp
     parts = {
         "weights": b * total // rollout.tp + b * adapters * config.derived.engine_adapter_rank,  # padded to this rank
-        "activations": n_tokens * widest * b,
+        "activations": n_tokens * widest * b + tower_bytes(config, model, n_tokens)[1],
         "logits": rollout.sequence_limit * 2 * dims.vocab_size * FLOAT32,
         **common,
     }
