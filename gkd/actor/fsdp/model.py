@@ -255,7 +255,7 @@ def shard(
     cut(root, ignored_params=kept)
     home = torch.device("cpu") if offload else device
     for module in hf.modules():
-        if hasattr(module, _FROZEN):  # also if the shards are in host memory
+        if hasattr(module, _FROZEN):  # its shards are not in host memory either
             allocate(module, device, device)
     allocate(root, home, device)
     if offload and device.type == "cuda":
