@@ -45,6 +45,7 @@ from gkd.log import get_logger
 from gkd.spans import driver
 from gkd.types import Prompt
 from teacher_server.vision.images import EncodedImage
+from teacher_server.wire.fingerprint import add_template
 
 log = get_logger("data")
 
@@ -81,6 +82,7 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         raise ConfigError(key, path, "no such folder.", "use a local folder in Hugging Face format.")
     try:
         made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        add_template(made, Path(path))
         read = made.decode(made(_PROBE, add_special_tokens=False)["input_ids"], clean_up_tokenization_spaces=False)
         file = Path(path) / "tokenizer.json"
         inner = Tokenizer.from_file(str(file)) if read != _PROBE and file.is_file() else None

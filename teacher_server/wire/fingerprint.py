@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +19,13 @@ def tokenizer_fingerprint(vocab: Mapping[str, int]) -> str:
         raw = token.encode("utf-8", "surrogatepass")
         digest.update(f"{token_id}:{len(raw)}:".encode() + raw)
     return digest.hexdigest()
+
+
+def add_template(tokenizer: Any, folder: Path) -> None:
+    """Give a tokenizer the template of chat_template.json, which transformers reads for processors of images alone."""
+    file = folder / "chat_template.json"
+    if tokenizer.chat_template is None and file.is_file():
+        tokenizer.chat_template = json.loads(file.read_text())["chat_template"]
 
 
 def template_fingerprint(chat_template: Any) -> str:

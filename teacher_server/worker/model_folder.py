@@ -15,7 +15,7 @@ from teacher_server.engines.folder_check import check_folder
 from teacher_server.engines.hub import local_path, name_of
 from teacher_server.engines.weight_files import fingerprint_of, read_json
 from teacher_server.errors import ServerError
-from teacher_server.wire.fingerprint import template_example, template_fingerprint, tokenizer_fingerprint
+from teacher_server.wire.fingerprint import add_template, template_example, template_fingerprint, tokenizer_fingerprint
 from teacher_server.wire.protocol import MAX_TEXT, MAX_TOKENS
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ def describe_tokenizer(folder: ModelFolder) -> tuple[str, str, str]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder.path)
+        add_template(tokenizer, Path(folder.path))
         fingerprints = tokenizer_fingerprint(tokenizer.get_vocab()), template_fingerprint(tokenizer.chat_template)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ServerError(f"model folder {folder.path}: cannot load the tokenizer: {error}") from error

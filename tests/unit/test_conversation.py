@@ -22,7 +22,7 @@ from tokenizers import pre_tokenizers
 from gkd import main_gkd
 from gkd.config.schema_sections import DataConfig
 from gkd.data.conversation import ROLES, read_conversation
-from gkd.data.prompts import RowReader, load_prompts
+from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError
 from gkd.preflight.teacher import template_warning
@@ -492,6 +492,11 @@ def test_templates_that_differ_are_named(tmp_path: Path) -> None:
         assert read[1] == template_fingerprint(template) and bool(read[1]) == (template is not None)
         assert (repr(read[2]) in warning) == bool(warning)
         (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    of_images = tmp_path / "chat_template.json"  # a folder of LLaVA has its template here alone
+    of_images.write_text(json.dumps({"chat_template": FAMILIES["angle"]}))
+    assert describe_tokenizer(ModelFolder(str(tmp_path), "t", 1, ""))[1] == template_fingerprint(FAMILIES["angle"])
+    assert load_tokenizer(str(tmp_path), "model.path").chat_template == FAMILIES["angle"]
+    of_images.unlink()
     for template in ("{{ 'long' * 1025 }}", "{{ raise_exception('no') }}"):
         tokenizer(template).save_pretrained(tmp_path)
         assert describe_tokenizer(ModelFolder(str(tmp_path), "t", 1, ""))[1:] == (template_fingerprint(template), "")
