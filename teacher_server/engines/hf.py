@@ -72,7 +72,7 @@ class HfEngine:
         try:
             # sdpa: the memory of attention is linear in S; transformers refuses models without it.
             self.image_processor = ImageProcessor(path) if images else None
-            loaded = auto_class(AutoConfig.from_pretrained(path)).from_pretrained(
+            loaded = auto_class(AutoConfig.from_pretrained(path), images=images).from_pretrained(
                 path, dtype=_DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
@@ -188,8 +188,14 @@ class HfEngine:
         return MatrixStream(self._head.weight, wire)
 
 
-def auto_class(config: Any) -> Any:
-    """Return transformers' class for the model of a config. For most that read images it has no causal one."""
+def auto_class(config: Any, *, images: bool = False) -> Any:
+    """Return transformers' class for the model of a config. For most that read images it has no causal one.
+
+    Args:
+        images: the model shall read images; a causal class is without the tower.
+    """
+    if images:
+        return AutoModelForImageTextToText
     own_code = getattr(config, "auto_map", None) or {}
     is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or AutoModelForCausalLM.__name__ in own_code
     has_decoder = config.get_text_config() is not config and not config.is_encoder_decoder

@@ -6,7 +6,6 @@ to all processes, with the build of PyPI in FOLDER (pip install --no-deps --targ
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -18,17 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from gkd.run.rollout_file import read_sequences
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout
 from tests.service.harness import ServerProcess
 from tests.vision_models import picture, save_vision_model
+from tests.vision_reference import TOWERS, logits_of, loss_of
 
-TOWERS = ("visual", "vision_tower", "multi_modal_projector")
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
 TRAINED = "model.freeze_vision=false"
 # Model type, options of the teacher, of the run.
@@ -99,29 +97,6 @@ def make_folder(root: Path, kind: str) -> Folder:
         ]
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
-
-
-def logits_of(model: Any, processor: Any, rollout: Rollout) -> Tensor:
-    """Return [R, V], of the response."""
-    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))[None]
-    inputs: dict[str, Any] = {}
-    if rollout.images:
-        pictures = [Image.open(io.BytesIO(image.data)).convert("RGB") for image in rollout.images]
-        inputs = dict(processor(images=pictures, return_tensors="pt"))
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    logits: Tensor = model(input_ids=ids, **inputs).logits[0, len(rollout.prompt_ids) - 1 : -1]
-    return logits
-
-
-def loss_of(logits: Tensor, topk: TeacherTopK) -> Tensor:
-    """Return the sum of KL(teacher || student) with the rest of the probability as one outcome."""
-    log_q = logits.double().log_softmax(-1)
-    listed = log_q.gather(1, torch.from_numpy(topk.topk_ids.astype(np.int64)))
-    log_p = torch.from_numpy(topk.topk_logprobs).double()
-    tail = torch.from_numpy(topk.tail_mass).double().clamp(min=1e-30)
-    rest = torch.log1p(-listed.exp().sum(-1).clamp(max=1 - 1e-12))
-    return (log_p.exp() * (log_p - listed)).sum() + (tail * (tail.log() - rest)).sum()
 
 
 def recompute(folder: Folder, run_dir: Path, *, frozen: bool) -> tuple[list[float], dict[str, Tensor], float, float]:

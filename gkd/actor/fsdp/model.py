@@ -146,7 +146,7 @@ def build_on_meta(
     try:
         # Buffers keep their values: non-persistent ones, such as rotary frequencies, are not in the files.
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            hf: PreTrainedModel = auto_class(config).from_config(
+            hf: PreTrainedModel = auto_class(config, images=images).from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a model's own code may raise anything

@@ -1,0 +1,137 @@
+"""The student on images against plain transformers with AdamW: losses, and the weights after all steps.
+
+Two ranks share each batch, and one of them has no image in the first step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.types import Rollout, TeacherScores, TeacherTopK
+from teacher_server.vision.images import EncodedImage
+from teacher_server.vision.processor import ImageProcessor
+from tests.dist.helpers import Measured, run_ranks
+from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
+from tests.dist.student_cases import as_numpy, build_student, weights
+from tests.vision_models import picture, save_vision_model
+from tests.vision_reference import TOWERS, logits_of, loss_of
+
+N_STEPS, PER_STEP, K = 3, 6, 8
+SIZES = ((56, 84), (84, 56), (60, 90))
+# Model type, what becomes of the tower, packed, settings.
+CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
+    ("llava", "trained", True, {}),
+    ("llava", "frozen", False, {"cpu_offload": True}),
+    ("qwen3_vl", "trained", False, {"recompute": "full"}),
+    ("qwen3_vl", "frozen", True, {"fused_lm_head": False}),
+    ("qwen2_5_vl", "trained", True, {}),
+    ("qwen3_5", "trained", False, {}),
+]
+
+
+def make_sequences(folder: Path) -> list[list[tuple[Rollout, TeacherScores]]]:
+    """Return the sequences of each step: of the first, every second one has images; samples share them."""
+    rng, processor = np.random.default_rng(0), ImageProcessor(str(folder))
+    images = [EncodedImage(picture(*size, seed)) for seed, size in enumerate(SIZES)]
+    steps = []
+    for step in range(N_STEPS):
+        made = []
+        for i in range(PER_STEP):
+            own = () if step == 0 and i % 2 else tuple(images[: i % 3] or images[2:])
+            places = [token for _ in own for token in (7, processor.token_id, 8)]
+            text = [*rng.integers(1, 200, 5), *places, *rng.integers(1, 200, 3 + i)]
+            ids = np.array(processor.expand([int(token) for token in text], own), np.int32)
+            response = rng.integers(1, 200, 4 + i).astype(np.int32)
+            table = np.sort(rng.dirichlet(np.ones(K + 1), len(response)).astype(np.float32)[:, :K])[:, ::-1]
+            listed = np.stack([rng.permutation(200)[:K] for _ in response]).astype(np.int32)
+            topk = TeacherTopK.without_tail(listed, np.log(table).astype(np.float32))
+            common = {"rollout_logprobs": np.zeros(len(response), np.float32), "version_spans": (), "on_policy": False}
+            rollout = Rollout(i, i, ids, response, finish_reason="length", images=own, **common)
+            made.append((rollout, TeacherScores(topk)))
+        steps.append(made)
+    return steps
+
+
+def _train(rank: int, world_size: int, folder: Path, case: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    from gkd.data.collate import MicroBatches
+
+    _, vision, packed, settings = CASES[case]
+    student = build_student("fsdp2", folder, rank, world_size, vision=vision, packing=packed, **settings)
+    losses, norms = [], []
+    for sequences in make_sequences(folder):
+        own = sequences[rank::world_size]
+        groups = [[0, 1], [2]] if len(own) == 3 else [[i] for i in range(len(own))]
+        rollouts, scores = ([pair[k] for pair in own] for k in (0, 1))
+        stats = student.train_step(MicroBatches(rollouts, scores, groups, packed=packed, pad_id=0))
+        losses.append(stats.loss)
+        norms.append(stats.grad_norm)
+    exported = as_numpy(weights(student))  # collective
+    return losses, norms, exported if rank == 0 else {}
+
+
+def _reference(folder: Path, vision: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(vision == "trained" or not any(tower in name for tower in TOWERS))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    losses, norms = [], []
+    for sequences in make_sequences(folder):
+        n_tokens = sum(rollout.n_own for rollout, _ in sequences)
+        total = 0.0
+        for rollout, scores in sequences:
+            assert scores.topk is not None
+            loss = loss_of(logits_of(model, processor, rollout), scores.topk) / n_tokens
+            loss.backward()
+            total += float(loss.detach())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    def measure(case: int) -> Any:
+        folder = tmp_path_factory.mktemp(f"case{case}")
+        save_vision_model(folder, CASES[case][0])
+        return run_ranks(_train, 2, folder, case), _reference(folder, CASES[case][1])
+
+    return Measured(measure)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: "-".join(map(str, CASES[case][:3])))
+def test_a_student_on_images_equals_transformers(measured: Measured, case: int) -> None:
+    """Fails if features, positions, borders of packs or gradients are others, or what shall be frozen is trained."""
+    ranks, (losses, norms, expected) = measured[case]
+    for own_losses, own_norms, _ in ranks:
+        np.testing.assert_allclose(own_losses, losses, rtol=2e-6)
+        np.testing.assert_allclose(own_norms, norms, rtol=2e-5)
+    exported = ranks[0][2]
+    trains = CASES[case][1] == "trained"
+    assert any(any(tower in name for tower in TOWERS) for name in exported) is trains
+    tails = {_tail(name): weight for name, weight in expected.items()}
+    for name, weight in exported.items():
+        np.testing.assert_allclose(weight, tails[_tail(name)].numpy(), atol=2e-5, err_msg=name)
+
+
+def _tail(name: str) -> str:
+    """Return a tensor's name without the prefixes in which files and modules differ."""
+    for word in ("vision_model.", "language_model.", "model."):
+        name = name.replace(word, "")
+    return name
