@@ -170,11 +170,19 @@ def add_values(namespace: str) -> None:
             register(name, with_values(name) if has_values else partial(refuse, name), with_keyset=has_values)
 
 
+def convolve(name: str, *given: Any) -> Any:
+    """Compute a convolution or its gradients on the CPU: cuDNN's engines have no stand-in, and are not operations."""
+    card = torch.cuda.current_device()
+    return tree_map_only(Tensor, lambda t: t.to(card), getattr(torch.ops.aten, name)(*map(on_cpu, given)))
+
+
 def after_torch() -> None:
     """Give values to the operations of torch, and choose attention that has them."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs have no stand-in.
     if VALUES:
         add_values("aten::")
+        for name in ("convolution", "convolution_backward"):
+            register(f"aten::{name}", partial(convolve, name))
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
 
