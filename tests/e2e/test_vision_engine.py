@@ -1,0 +1,115 @@
+"""One real vLLM engine on images: logprobs, prompts that do not fit, a vision tower that changes in mid-response."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from gkd.errors import DataError
+from gkd.types import Prompt, Rollout
+from teacher_server.vision.images import EncodedImage
+from teacher_server.vision.processor import ImageProcessor
+from tests.engine_process import EngineProcess
+from tests.vision_models import picture, save_vision_model
+from tests.vision_reference import logits_of
+
+pytestmark = pytest.mark.e2e
+SIZES = ((56, 84), (84, 56), (60, 90))
+
+
+def make_prompts(folder: Path) -> list[Prompt]:
+    """Return prompts with no, one and two images; the last two differ in the pixels alone."""
+    processor = ImageProcessor(str(folder))
+    images = [EncodedImage(picture(*size, seed)) for seed, size in enumerate(SIZES)]
+    own = [(), (images[0],), (images[1], images[2]), (EncodedImage(picture(*SIZES[0], 9)),)]
+    prompts = []
+    for i, shown in enumerate(own):
+        text = [65, 66, *[token for _ in shown for token in (7, processor.token_id, 8)], 70]
+        prompts.append(Prompt(i, np.array(processor.expand(text, shown), np.int32), images=shown))
+    return prompts
+
+
+def _probe(folder: Path, later: Path) -> dict[str, Any]:
+    """Run in a child process: vLLM allows one engine per process."""
+    from gkd.config.schema_rollout import RolloutConfig
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
+    from gkd.weight_sync.buckets import differing
+    from tests.e2e.weight_sender import WeightSender
+
+    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
+    place = {"dtype": "float32", "max_model_len": 128, "device": "cpu", "eos_ids": [258], "vision": "trained"}
+    engine = RolloutEngine(str(folder), config, **place)
+    prompts, sampling = make_prompts(folder), Sampling(2, 1.0, 1.0, 12, seed=11)
+    result: dict[str, Any] = {"rollouts": list(engine.generate(prompts, sampling)), "refused": []}
+    two = prompts[2]
+    cut = np.delete(two.token_ids, 3)
+    longer = np.insert(two.token_ids, 3, two.token_ids[3])
+    for wrong in (replace(two, token_ids=cut), replace(two, token_ids=longer), replace(two, images=two.images[:1])):
+        with pytest.raises(DataError) as caught:
+            list(engine.generate([wrong], sampling))
+        result["refused"].append(str(caught.value))
+    hot = replace(sampling, n=64, temperature=2.0, max_tokens=16)
+    result["sampled"] = np.concatenate([rollout.response_ids for rollout in engine.generate(prompts, hot)])
+    engine.add("owner", prompts, sampling, range(len(prompts)))
+    for _ in range(4):
+        engine.step()
+    sender, tensors = WeightSender(engine), load_file(later / "model.safetensors")
+    unused = ("layers.2.", "post_layernorm") if "llava" in folder.name else ("none",)
+    tensors = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in unused)}
+    sent, _ = sender.push(tensors, 1)
+    while engine.n_running:
+        engine.step()
+    result["changed"] = engine.pop_finished("owner")
+    result["same"] = not differing(sent, engine.digests()), len(sent)
+    return result
+
+
+@pytest.mark.parametrize(
+    "kind", ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_5_vl", "qwen3_vl"))]
+)
+def test_an_engine_computes_images_as_transformers(tmp_path: Path, kind: str) -> None:
+    """Fails if the engine sees no, other or old features, expands ids again, or samples the place of an image."""
+    if kind != "llava" and find_spec("torchvision") is None:
+        pytest.skip("needs torchvision")
+    folders = [tmp_path / f"{kind}_{seed}" for seed in (1, 2)]
+    for seed, folder in enumerate(folders, 1):
+        folder.mkdir()
+        save_vision_model(folder, kind, seed=seed)
+    with EngineProcess() as process:
+        result = process.call(_probe, *folders)
+    models = [AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in folders]
+    processor = AutoImageProcessor.from_pretrained(folders[0])
+    assert max(_errors(models, processor, rollout).max() for rollout in result["rollouts"]) < 1e-5
+    assert all("prompt 2" in message and "images" in message for message in result["refused"])
+    placeholders = {getattr(models[0].config, name, -1) for name in ("image_token_id", "video_token_id")}
+    assert len(result["sampled"]) > 2000 and placeholders.isdisjoint(result["sampled"].tolist())
+    assert result["same"][0] and result["same"][1] > 50
+    assert all(len(rollout.version_spans) == 2 for rollout in result["changed"])
+    assert max(_errors(models, processor, rollout).max() for rollout in result["changed"]) < 1e-5
+    with_pixels = [rollout for rollout in result["changed"] if rollout.prompt_id in (1, 3)]
+    assert len({tuple(rollout.response_ids.tolist()) for rollout in with_pixels}) == 4
+
+
+@torch.no_grad()
+def _errors(models: list[Any], processor: Any, rollout: Rollout) -> np.ndarray:
+    """Return [R], between the engine's logprobs and those of the model that generated each token."""
+    found = np.zeros(len(rollout.response_ids))
+    for span in rollout.version_spans:
+        logits = logits_of(models[span.policy_version], processor, rollout)
+        for name in ("image_token_id", "video_token_id"):
+            if getattr(models[0].config, name, None) is not None:
+                logits[:, getattr(models[0].config, name)] = -torch.inf
+        ids = torch.from_numpy(rollout.response_ids.astype(np.int64))[:, None]
+        own = logits.log_softmax(-1).gather(1, ids)[:, 0].numpy()
+        rows = slice(span.start, span.stop)
+        found[rows] = np.abs(own - rollout.rollout_logprobs)[rows]
+    return found
