@@ -61,7 +61,6 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "intermediate_size": 64,
             "num_hidden_layers": 3,
             "num_attention_heads": 2,
-            "image_size": 56,
             "patch_size": 14,
             "projection_dim": 64,
         },
@@ -75,21 +74,27 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, tie: bool = False) -> Path:
-    """Save a float32 model with the tensor names of the hub, and return its folder."""
+def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, image_size: int = 56, **sizes: int) -> Path:
+    """Save a float32 model with the tensor names of the hub, and return its folder.
+
+    Args:
+        image_size: pixels a side that LLaVA reads.
+        sizes: of the language model.
+    """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     tokenizer = save_tokenizer(folder, LLAVA_TEMPLATE if kind == "llava" else QWEN_TEMPLATE)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     text, vision = _SETTINGS[kind]
+    if kind == "llava":
+        vision = vision | {"image_size": image_size}
     image_token = ids["<image>" if kind == "llava" else "<|image_pad|>"]
     named = {"image_token_id": image_token, "video_token_id": ids["<|video_pad|>"]}
     named |= {"vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"]}
     config = CONFIG_MAPPING[kind](
-        text_config=_TEXT | {"vocab_size": len(tokenizer)} | text,
+        text_config=_TEXT | {"vocab_size": len(tokenizer)} | text | sizes,
         vision_config=vision,
-        tie_word_embeddings=tie,
         **({"image_token_index": image_token} if kind == "llava" else named),
     )
     torch.manual_seed(seed)
@@ -102,10 +107,11 @@ def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, tie: 
     model.save_pretrained(folder)
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "pad_token_id": ids[SPECIAL[0]]}))
+    processor: dict[str, Any]
     if kind == "llava":
         rename_tower(folder)
-        processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}}
-        processor |= {"crop_size": {"height": 56, "width": 56}}
+        processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": image_size}}
+        processor |= {"crop_size": {"height": image_size, "width": image_size}}
     else:
         processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
         processor |= {"temporal_patch_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}

@@ -7,6 +7,7 @@ to all processes, with the build of PyPI in FOLDER (pip install --no-deps --targ
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from gkd.run.rollout_file import read_sequences
 from gkd.types import Rollout
+from tests.e2e.conftest import ALONE
 from tests.service.harness import ServerProcess
 from tests.vision_models import picture, save_vision_model
 from tests.vision_reference import TOWERS, logits_of, loss_of
@@ -145,29 +147,54 @@ def _engine_error(logits: Tensor, rollout: Rollout, config: Any) -> float:
     return float(np.abs(own.numpy() - rollout.rollout_logprobs).max())
 
 
-@pytest.mark.parametrize(("kind", "engine", "options"), CASES)
-def test_a_run_equals_plain_transformers(tmp_path: Path, kind: str, engine: str, options: tuple[str, ...]) -> None:
-    """Fails if engine, teacher or student reads other pixels or positions, or the export lacks what was trained."""
-    if kind != "llava" and find_spec("torchvision") is None:
-        pytest.skip("needs torchvision")
-    folder = make_folder(tmp_path, kind)
+def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dict[str, float]:
+    """Run, and return the largest errors: of the loss relative, of logprobs in nats, of exported weights.
+
+    Exports must be whole, and their tower other than the source's if it is trained.
+    """
+    folder = make_folder(root, kind)
     if engine:
         flags = "--images", "--engine", engine, "--dtype", "float32"
-        with ServerProcess(folder.teacher, tmp_path, options=flags) as server:
+        with ServerProcess(folder.teacher, root, options=flags) as server:
             run_dir = folder.run(server.port, *options)
     else:
         run_dir = folder.run(0, *options)
     frozen = TRAINED not in options
     losses, weights, engine_error, teacher_error = recompute(folder, run_dir, frozen=frozen)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose([row["loss/total"] for row in steps if row["step"]], losses, rtol=2e-6)
-    assert engine_error < 2e-5
-    assert teacher_error < 2e-5
+    own = np.array([row["loss/total"] for row in steps if row["step"]])
     source, exported = load_file(folder.student / "model.safetensors"), load_file(run_dir / "export/model.safetensors")
     assert exported.keys() == source.keys()
     moved = {name for name in source if not torch.equal(source[name], exported[name])}
     assert any(name.startswith(("vision_tower", "visual", "model.visual")) for name in moved) is not frozen
-    names = {name.replace("vision_tower.vision_model.", "vision_tower."): name for name in exported}
-    for name, weight in weights.items():
-        own = names.get(name.replace("vision_tower.vision_model.", "vision_tower."), name)
-        torch.testing.assert_close(exported[own], weight, atol=1e-4, rtol=0, msg=name)
+    # transformers 5 saves LLaVA's tower under other names than the hub has.
+    named = {name.replace("vision_tower.vision_model.", "vision_tower."): tensor for name, tensor in exported.items()}
+    weights = {name.replace("vision_tower.vision_model.", "vision_tower."): each for name, each in weights.items()}
+    assert weights.keys() <= named.keys()
+    export_error = max(float((named[name] - weight).abs().max()) for name, weight in weights.items())
+    loss_error = float(np.abs(own / np.array(losses) - 1).max())
+    return {"loss": loss_error, "engine": engine_error, "teacher": teacher_error, "export": export_error}
+
+
+@pytest.mark.parametrize(("kind", "engine", "options"), CASES)
+def test_a_run_equals_plain_transformers(tmp_path: Path, kind: str, engine: str, options: tuple[str, ...]) -> None:
+    """Fails if engine, teacher or student reads other pixels or positions, or the export lacks what was trained."""
+    if kind != "llava" and find_spec("torchvision") is None:
+        pytest.skip("needs torchvision")
+    errors = compare(tmp_path, kind, engine, options)
+    assert errors["loss"] < 2e-6
+    assert max(errors["engine"], errors["teacher"]) < 2e-5
+    assert errors["export"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
+    """Fails if a checkpoint lacks a part of the trained tower, or the images of a batch that was in flight."""
+    folder = make_folder(tmp_path, "llava")
+    options = TRAINED, "trainer.scheduler=one_step_off", "trainer.save_every=1", "trainer.keep_last=9"
+    with ServerProcess(folder.teacher, tmp_path, options=("--images", "--engine", "hf", *ALONE)) as server:
+        run_dir = folder.run(server.port, *options)
+        expected = (run_dir / "export/model.safetensors").read_bytes()
+        shutil.rmtree(run_dir / "export")
+        folder.run(server.port, *options, f"trainer.resume={run_dir}/checkpoints/step_00000001")
+    assert (run_dir / "export/model.safetensors").read_bytes() == expected
