@@ -125,10 +125,7 @@ class RunFolder:
         self._write_of_step("samples", step, [asdict(sample) for sample in samples], images or {})
 
     def write_token_losses(self, step: int, records: Sequence[TokenRecord], images: Images | None = None) -> None:
-        """Write one JSON line per sequence of an evaluation; see `TokenRecord`. Infinities become null.
-
-        Images and errors as for `write_samples`.
-        """
+        """Write one JSON line per `TokenRecord`, infinities as null; images and errors as for `write_samples`."""
         rows = []
         for record in records:
             values = {name: [v if math.isfinite(v) else None for v in row] for name, row in record.values.items()}

@@ -79,7 +79,8 @@ class Thumbnails:
     """Small copies of the images of a run. `urls`: name of the file -> data URL."""
 
     def __init__(self, run: Run, most: int) -> None:
-        self._folder, self._most = run.root / IMAGES, most
+        self._folder = run.root / IMAGES
+        self._most = most
         self.urls: dict[str, str] = {}
 
     def mark(self, names: Sequence[str | None], first: int, tokens: str) -> dict[str, Any]:
@@ -101,7 +102,8 @@ class Thumbnails:
 
 @lru_cache(maxsize=1024)  # --watch makes the page again and again
 def _thumbnail(file: Path) -> str:
-    image, made = decode(file.read_bytes()), io.BytesIO()
+    image = decode(file.read_bytes())
+    made = io.BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(made, "WEBP")
     return f"data:image/webp;base64,{base64.b64encode(made.getvalue()).decode()}"
@@ -215,16 +217,17 @@ def _first(file: Path, n: int, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _prompt(record: dict[str, Any], texts: TokenTexts, images: Thumbnails) -> str | list[Any]:
-    """Return the text; with images a list of texts and `Thumbnails.mark`."""
-    ids, names = record.get("prompt_ids", ()), record.get("images", ())
+    """Return the text; with images texts and `Thumbnails.mark`. Images without a token between them have one size."""
+    ids = record.get("prompt_ids", ())
+    names = record.get("images", ())
     if not names:
         return _end(record.get("prompt") or texts.text(ids))
     runs = [(is_image, [*run]) for is_image, run in groupby(ids, lambda token: token == texts.image_token)]
-    is_one_each = sum(is_image for is_image, _ in runs) == len(names)
-    size = max(ids.count(texts.image_token) // len(names), 1)  # images without a token between them have one size
-    parts, at = list[Any](), 0
+    size = len(ids) if sum(i for i, _ in runs) == len(names) else max(ids.count(texts.image_token) // len(names), 1)
+    parts = list[Any]()
+    at = 0
     for is_image, run in runs:
-        n = is_image * (1 if is_one_each else max(len(run) // size, 1))
+        n = is_image * max(len(run) // size, 1)
         parts.append(images.mark(names[at : at + n], at + 1, f": {len(run)} tokens") if n else _end(texts.text(run)))
         at += n
     return [*parts, images.mark(names[at:], at + 1, "")] if at < len(names) else parts  # without a tokenizer
