@@ -50,7 +50,9 @@ class Trainer:
         self.recorder = BatchRecorder(folder, roles.scoring, enabled=config.trainer.record_batches)
         self.metrics = RunMetrics(config, roles, folder, total_steps)
         self.saver = Saver(config.trainer, folder, roles.actor, roles.scoring)
-        self.evaluator = Evaluator(config, roles, val_prompts, folder, self.gpus, self.metrics, self.saver.evaluated)
+        self.evaluator = Evaluator(
+            config, roles, val_prompts, folder, self.gpus, self.metrics, self.saver.evaluated, train_prompts
+        )
 
     def fit(self) -> None:
         """Train to the end; blocks. Leaves a checkpoint of the last step and an export in the run folder.

@@ -64,6 +64,18 @@ def make_run(
     return root
 
 
+def add_images(root: Path, names: list[str | None], **files: bytes) -> None:
+    """Give each record of a run a prompt with two runs of image tokens, of 3 and of 6; `names` are its images."""
+    (root / "export" / "config.json").write_text('{"image_token_index": 0}')
+    (root / "images").mkdir()
+    for name, data in files.items():
+        (root / "images" / f"{name}.png").write_bytes(data)
+    for file in [*(root / "samples").iterdir(), *(root / "token_losses").iterdir()]:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [row | {"prompt_ids": [3, 0, 0, 0, 5, *[0] * 6], "images": names} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def make_tokenizer(folder: Path) -> None:
     """Write a tokenizer.json whose texts are `WORDS`."""
     folder.mkdir(exist_ok=True)

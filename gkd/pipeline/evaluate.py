@@ -40,10 +40,12 @@ class Evaluator:
         gpus: GpuSharing,
         metrics: RunMetrics,
         evaluated: Callable[[int, Mapping[str, float]], None],
+        training_prompts: Sequence[Prompt],
     ) -> None:
         """
         Args:
             evaluated: called with the step and the numbers of each evaluation.
+            training_prompts: those of the samples if there are no validation prompts.
         """
         self._config, self._roles, self._folder = config.eval, roles, folder
         self._scoring = roles.judge or roles.evaluation or roles.scoring
@@ -51,6 +53,7 @@ class Evaluator:
         self._temperature = config.rollout.temperature
         self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
+        self._images = {each.prompt_id: each.images for each in self._prompts or training_prompts if each.images}
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Return whether to evaluate after this step: every `eval.every` steps, and after the last one."""
@@ -71,7 +74,7 @@ class Evaluator:
         samples = self._roles.rollout.texts([chunk.rollouts for chunk in chunks], n=n, n_samples=KEPT_SAMPLES)
         answers = {prompt.prompt_id: prompt.answer for prompt in self._prompts}
         written = [replace(sample, answer=answers.get(sample.prompt_id) or "") for sample in samples]
-        self._folder.write_samples(step, written)
+        self._folder.write_samples(step, written, self._images)
 
     def is_due_at_start(self, step: int, total_steps: int) -> bool:
         """Return whether to evaluate before training: at step 0, or if a run stopped in the evaluation of its step."""
@@ -109,7 +112,7 @@ class Evaluator:
                 self._metrics.add_scored(scored)
                 stats = self._roles.actor.evaluate(scored, keep_tokens=KEPT_TOKEN_LOSSES)
             if stats.tokens:
-                self._folder.write_token_losses(step, stats.tokens)
+                self._folder.write_token_losses(step, stats.tokens, self._images)
             kl = stats.extra.get("loss/token_kl")
             numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
             if (canonical := stats.extra.get("loss/canonical")) is not None:
@@ -123,7 +126,7 @@ class Evaluator:
                     for route, accuracy in greedy.by_route.items()
                     if self._routes[route].name
                 }
-                self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES])
+                self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES], self._images)
             else:
                 self._write_texts(step, scored, self._config.n)
             if self._config.n > 1:

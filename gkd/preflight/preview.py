@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -38,11 +39,11 @@ def preview(config: Config, n: int) -> Iterator[str]:
     for where, row in islice(rows, n):
         read = reader.read(row, where)
         yield f"---- {where}: {_described(read.prompt, config.data.max_prompt_length)}"
-        yield from _shown(read.prompt.text, read.prompt.ids)
+        yield from _shown(read.prompt.text, read.prompt.ids, images=bool(read.images))
         if read.teacher is not None:
             limit = config.data.max_teacher_prompt_length or config.data.max_prompt_length
             yield f"---- the teacher's prompt: {_described(read.teacher, limit)}"
-            yield from _shown(read.teacher.text, read.teacher.ids)
+            yield from _shown(read.teacher.text, read.teacher.ids, images=bool(read.images))
         if ends is not None:
             response, own = reader.response(read, row, where)
             assert response is not None  # there are `ends`
@@ -58,6 +59,8 @@ def _described(prompt: Rendered, limit: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _shown(text: str, ids: list[int]) -> Iterator[Any]:
+def _shown(text: str, ids: list[int], *, images: bool = False) -> Iterator[Any]:
     yield text
-    yield f"ids: {' '.join(map(str, ids))}"
+    shown = f"ids: {' '.join(map(str, ids))}"
+    run = r"\b(\d+)( \1\b){8,}"  # an image has hundreds of one id
+    yield re.sub(run, lambda m: f"{m[1]} ({m[0].count(' ') + 1} times)", shown) if images else shown

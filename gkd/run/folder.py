@@ -18,6 +18,7 @@ run_dir/config.yaml            resolved settings
         memory/                snapshots of allocators that ran out of memory; see `gkd.memory.oom`
         samples/step_N.jsonl   responses as text, see `Sample`
         token_losses/step_N.jsonl  each token of some responses of an evaluation, see `TokenRecord`
+        images/                images of the prompts of both, once each, named by their digests
         batches/step_N/        with trainer.record_batches: the batch of each step; see `gkd.pipeline.replay`
         export/                the newest complete export: the trained student in Hugging Face format
         .new_export/           the next one while it is written; `publish_export` renames it
@@ -45,15 +46,20 @@ from gkd.run.checkpoints import ACTOR, STATE, Best, CheckpointStore, TrainerStat
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file
 from gkd.run.manifest import Manifest
 from gkd.types import FileDigest, Sample, TokenRecord
+from teacher_server.vision.images import EncodedImage
 
 BATCHES = "batches"
 CHECKPOINTS = "checkpoints"
 ENVIRONMENT, LOG = "environment.jsonl", "log.txt"
 PLACES = "gpus.json"
 STACKS = "stacks.txt"
+IMAGES = "images"
 EXPORT, _NEW, _OLD = "export", ".new_export", ".trash_export"
 LOCK, ORIGIN, GOING_BACK = ".lock", "branched_from", "going_back"
 _BY_STEP = ("samples", "token_losses", "profile", BATCHES)  # folders with files of each evaluation or step
+SHOWN_RESPONSES = 20  # the first of a step, which the report shows: images of others are not written
+_SHOWN_IMAGES = 8  # the first of a prompt, which may have 64
+Images = Mapping[int, Sequence[EncodedImage]]  # prompt id -> images of the prompt
 
 
 class RunFolder:
@@ -111,15 +117,15 @@ class RunFolder:
             replace_file(file, text.encode())
         return file
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write one JSON line per response. Raises CheckpointError: it cannot be written."""
-        self._write_of_step("samples", step, [asdict(sample) for sample in samples])
+    def write_samples(self, step: int, samples: Sequence[Sample], images: Images | None = None) -> None:
+        """Write one JSON line per response, and the images that the first ones name.
 
-    def write_token_losses(self, step: int, records: Sequence[TokenRecord]) -> None:
-        """Write one JSON line per sequence of an evaluation; see `TokenRecord`. Infinities become null.
-
-        Raises CheckpointError: it cannot be written.
+        Raises CheckpointError: a file cannot be written; ImageError: an image has changed.
         """
+        self._write_of_step("samples", step, [asdict(sample) for sample in samples], images or {})
+
+    def write_token_losses(self, step: int, records: Sequence[TokenRecord], images: Images | None = None) -> None:
+        """Write one JSON line per `TokenRecord`, infinities as null; images and errors as for `write_samples`."""
         rows = []
         for record in records:
             values = {name: [v if math.isfinite(v) else None for v in row] for name, row in record.values.items()}
@@ -127,7 +133,7 @@ class RunFolder:
             if not record.observed:  # without an environment
                 del row["observed"]
             rows.append(row)
-        self._write_of_step("token_losses", step, rows)
+        self._write_of_step("token_losses", step, rows, images or {})
 
     def forget_after(self, step: int) -> None:
         """Delete samples, token losses, profiles and recorded batches of later steps, which the run makes again.
@@ -214,11 +220,25 @@ class RunFolder:
         remove(old)
         return final
 
-    def _write_of_step(self, folder: str, step: int, rows: Sequence[object]) -> None:
+    def _write_of_step(self, folder: str, step: int, rows: Sequence[dict[str, Any]], images: Images) -> None:
+        for row in rows[:SHOWN_RESPONSES]:
+            if found := images.get(row["prompt_id"]):
+                row["images"] = [self._image_file(each) if i < _SHOWN_IMAGES else None for i, each in enumerate(found)]
         file = self.root / folder / f"step_{step:08d}.jsonl"
         with naming(file):
             make_folder(file.parent)
             replace_file(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def _image_file(self, image: EncodedImage) -> str:
+        """Write an image, unless it is there already, and return the name of its file."""
+        data = image.data
+        kind = "png" if data.startswith(b"\x89PNG") else "webp" if data.startswith(b"RIFF") else "jpg"
+        file = self.root / IMAGES / f"{image.digest.hex()}.{kind}"
+        with naming(file):
+            make_folder(file.parent)
+            if not file.exists():
+                replace_file(file, data)
+        return file.name
 
 
 def teacher_json(teacher: Mapping[str, Any]) -> str:

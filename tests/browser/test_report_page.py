@@ -18,8 +18,9 @@ from gkd.tools.report.page import page as report
 from gkd.tools.report.read import read_runs
 from tests.browser.conftest import Open
 from tests.processes import wait_until
-from tests.report_run import WORDS, make_run
+from tests.report_run import WORDS, add_images, make_run
 from tests.structure import ROOT
+from tests.vision_models import picture
 
 pytestmark = pytest.mark.browser
 
@@ -146,6 +147,19 @@ def test_a_token_shows_the_teachers_choices(run: Path, single: Path, open_page: 
     for _ in range(2):
         page.keyboard.press("ArrowRight")
     expect(tip).to_contain_text("id " + str(record["response_ids"][1]))
+
+
+def test_a_prompt_shows_its_images(open_page: Open, tmp_path: Path) -> None:
+    """Fails if the browser refuses an image, it has no text for a screen reader, or a name or text becomes markup."""
+    root = make_run(tmp_path / "run")
+    add_images(root, ["a.png", None, "<img src=x onerror=window.broken=1>"], a=picture(90, 30))
+    page = open_page(written(tmp_path / "r.html", root))
+    for place in (".prompt", ".texts tr:nth-child(1) td:nth-child(2)"):
+        image = page.locator(place).first.locator("img")
+        assert image.evaluate("n => [n.naturalWidth, n.naturalHeight, n.alt]") == [30, 90, "[image 1: 3 tokens]"]
+    text = page.locator(".prompt").inner_text()
+    assert WORDS[3] in text and "not shown; images/<img src=x onerror=window.broken=1> cannot be shown" in text
+    assert page.evaluate("window.broken") is None
 
 
 def test_tokens_are_colored_by_their_kl(run: Path, single: Path, open_page: Open) -> None:

@@ -31,6 +31,7 @@ from teacher_server.wire.fingerprint import template_fingerprint
 from teacher_server.worker.model_folder import ModelFolder, describe_tokenizer
 from tests.refusals import refuses
 from tests.unit.chat_templates import FAMILIES, FAULTS, TOOLS, tokenizer
+from tests.vision_models import picture, save_vision_model
 
 SETTING = "data.prompt_key", "prompt"
 USER = {"role": "user", "content": "What is 2+2?"}
@@ -610,6 +611,17 @@ def test_large_files_are_read_by_row_and_by_column(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('[\n {"prompt": "a"}\n]')
     with refuses("data.train_files"):
         load_prompts([str(tmp_path / "a.jsonl")], "data.train_files", RowReader(DataConfig(), plain))
+
+
+def test_show_prompts_shortens_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the tokens of an image fill the terminal."""
+    model = save_vision_model(tmp_path / "model")
+    (tmp_path / "a.png").write_bytes(picture(40, 40))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "<image>What?", "images": ["a.png"]}\n')
+    (tmp_path / "c.yaml").write_text("{actor: {strategy: fsdp2}, data: {images_key: images, truncation: drop}}")
+    words = [f"model.path={model}", f"data.train_files=[{tmp_path / 'p.jsonl'}]"]
+    assert main_gkd.main(["--config", str(tmp_path / "c.yaml"), "--show-prompts", "1", *words]) == 0
+    assert " 263 (16 times) 198 54 71 64 83 " in capsys.readouterr().out
 
 
 def test_show_prompts_prints_what_the_models_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

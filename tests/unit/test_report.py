@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import re
@@ -31,8 +32,10 @@ from gkd.tools.report.page import (
     trained_loss,
 )
 from gkd.tools.report.read import Curve, read_runs
-from tests.report_run import WORDS, make_run
+from teacher_server.vision.images import image_size
+from tests.report_run import WORDS, add_images, make_run
 from tests.structure import ROOT
+from tests.vision_models import picture
 
 
 @pytest.mark.parametrize("n", [1, 7, 1000, 1001, 4999, 20_000])
@@ -163,6 +166,32 @@ def test_the_sample_browser_is_bounded_by_its_rule(tmp_path: Path) -> None:
     assert record["n_tokens"] == 410 and record["prompt"] == WORDS[2] + WORDS[5] + WORDS[3]
     assert set(data["vocabulary"].values()) <= set(WORDS) and data["has_tokenizer"]
     assert len(samples.browser(run, n_runs=12)["steps"]) == 2
+
+
+def test_prompts_show_their_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an image stands elsewhere, is large, or is of another folder; or a missing one keeps the report away."""
+    root = make_run(tmp_path / "run", steps=1)
+    (tmp_path / "secret.png").write_bytes(picture(8, 8))
+    add_images(root, ["a.png", "b.png", "../../secret.png"], a=picture(900, 300), b=b"<script>")
+    (run,) = read_runs([root])
+    data = samples.browser(run)
+    first, a, middle, rest = data["responses"][0]["100/0"]["prompt"]
+    assert (first, middle) == (WORDS[3], " 7") and data["texts"][0][0]["prompt"] == [first, a, middle, rest]
+    assert a == {"text": "[image 1: 3 tokens]", "images": ["a.png"]}
+    assert rest["text"].startswith("[image 2, 3: 6 tokens; images/b.png cannot be shown: it is not a JPEG")
+    assert "images/../../secret.png cannot be shown: No such file" in rest["text"] and rest["images"] == []
+    head, _, text = data["images"].pop("a.png").partition(",")
+    assert head == "data:image/webp;base64" and data["images"] == {}
+    assert image_size(base64.b64decode(text)) == (samples.SIDE, round(samples.SIDE / 3))
+    assert data_of(page([run]))
+    monkeypatch.setattr(samples, "MAX_IMAGES", 0)
+    assert samples.browser(run)["texts"][0][0]["prompt"][1]["text"] == "[image 1: 3 tokens; not shown]"
+    (root / "export" / "config.json").unlink()
+    shutil.rmtree(root / "images")
+    prompt = samples.browser(run)["texts"][0][0]["prompt"]
+    assert prompt[0] == WORDS[3] + 3 * WORDS[0] + " 7" + 6 * WORDS[0] and prompt[1]["text"].startswith(
+        "[image 1, 2, 3;"
+    )
 
 
 def test_changed_words_of_the_same_prompt_are_marked(tmp_path: Path) -> None:

@@ -9,22 +9,27 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.run.checkpoints import TrainerState
-from gkd.run.folder import RunFolder
+from gkd.run.folder import SHOWN_RESPONSES, RunFolder
 from gkd.run.open import check_same_run, open_run_folder
-from gkd.types import Sample, TokenRecord
+from gkd.types import Prompt, Sample, ScoredChunk, TokenRecord, TrainStats
+from teacher_server.vision.images import EncodedImage
 from tests.refusals import refuses
+from tests.unit import world
 from tests.unit.checkpoint_files import check_actor, written
 from tests.unit.kills import in_child, kill_at
+from tests.vision_models import picture
 
 
 @cache
@@ -330,6 +335,57 @@ def test_samples_are_written_atomically_and_discarded_with_their_step(tmp_path: 
         "step_00000002.jsonl",
     ]
     assert len(list((folder.root / "token_losses").iterdir())) == 2
+
+
+def named_images(run: Path, folder: str) -> dict[int, list[str | None] | None]:
+    lines = [line for file in (run / folder).iterdir() for line in file.read_text().splitlines()]
+    return {row["prompt_id"]: row.get("images") for row in map(json.loads, lines)}
+
+
+class Recording(world.World):
+    """A world that keeps tokens of each response of an evaluation."""
+
+    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
+        tokens = [TokenRecord(each.rollouts.ref, 0, [1], [2], {"sampled_reverse_kl": [0.1]}) for each in batch]
+        return replace(super().evaluate(batch), tokens=tokens)
+
+
+@pytest.mark.parametrize(("metric", "n"), [("none", 3), ("exact_match", 1), ("none", 0)])
+def test_images_of_shown_prompts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, n: int) -> None:
+    """Fails if images of other prompts are written, as of training prompts with the same ids, or a record lacks its.
+
+    n: samples of validation prompts; 0: there are none, and the samples of steps 2 and 4 are training prompts.
+    """
+    images = [(EncodedImage(picture(8, 8, i)),) if i % 4 < 3 else () for i in range(14)]
+    prompts = [Prompt(i % 8, np.array([1], np.int32), "x", images=images[i]) for i in range(14)]
+    monkeypatch.setattr(world, "PROMPTS", prompts[:8])
+    settings = (f"eval.metric={metric}", "eval.max_prompts=3", "trainer.total_steps=4", "eval.every=2")
+    world.make(tmp_path, Recording(), *settings, val=prompts[8:] if n else ()).fit()
+    run = tmp_path / "run"
+    samples = named_images(run, "samples")
+    records = named_images(run, "token_losses") if n else samples
+    own = prompts[8:] if n else prompts[:8]
+    names = {each.prompt_id: [f"{image.digest.hex()}.png" for image in each.images] or None for each in own}
+    assert len(samples) == (n or 4) and len(records) == (3 if n else 4)
+    assert all(files == names[prompt_id] for prompt_id, files in (*samples.items(), *records.items()))
+    written = {file.name: EncodedImage(file.read_bytes()).digest.hex() for file in (run / "images").iterdir()}
+    assert sorted(written) == sorted(str(name) for files in records.values() for name in files or ())
+    assert all(name == f"{digest}.png" for name, digest in written.items())
+
+
+def test_images_are_written_once_and_of_bounded_number(tmp_path: Path) -> None:
+    """Fails if a step writes the images of all its samples, or all 64 of a video, or those that are there already."""
+    folder = open_folder(config(tmp_path / "run"))
+    images = {i: (EncodedImage(picture(8, 8, i)),) for i in range(SHOWN_RESPONSES + 1)}
+    images[0] = tuple(EncodedImage(picture(8, 8, 50 + i, ("PNG", "JPEG", "WEBP")[i % 3])) for i in range(9))
+    times = []
+    for step in (1, 2):
+        folder.write_samples(step, [Sample(i, [1], [2], "", "", correct=None, prompt="") for i in images], images)
+        times.append({file.name: file.stat().st_mtime_ns for file in (folder.root / "images").iterdir()})
+    found = named_images(folder.root, "samples")
+    assert times[0] == times[1] and len(times[0]) == SHOWN_RESPONSES - 1 + 8 and found[SHOWN_RESPONSES] is None
+    ends = [name and name.rpartition(".")[2] for name in found[0] or ()]
+    assert ends == ["png", "jpg", "webp", "png", "jpg", "webp", "png", "jpg", None]
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

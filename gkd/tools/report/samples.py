@@ -7,24 +7,33 @@ first 8 kept responses with their first 400 tokens, and 20 responses as text wit
 
 from __future__ import annotations
 
+import base64
 import difflib
+import io
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from gkd.config.load import yaml_values
 from gkd.errors import CheckpointError
 from gkd.hf.hub import cached_folder
+from gkd.run.folder import IMAGES, SHOWN_RESPONSES
 from gkd.tools.report.read import Run, json_lines
+from teacher_server.vision.images import decode
 
 T = TypeVar("T")
 MAX_EVALUATIONS = 12
 MAX_RESPONSES = 8
 MAX_TOKENS = 400
-MAX_TEXTS = 20
+MAX_TEXTS = SHOWN_RESPONSES
 MAX_CHARACTERS = 2000
+MAX_IMAGES = 300  # of all runs
+SIDE = 256  # pixels of an image
 # Number of a token by which it is colored: the first one that a record has.
 COLORS = {"token_kl": "KL(teacher || student)", "sampled_reverse_kl": "log q - log p of the token", "total": "loss"}
 
@@ -33,7 +42,7 @@ class TokenTexts:
     """Texts of token ids by the run's tokenizer: of the export, or of model.path. Without one, the ids.
 
     Raises:
-        CheckpointError: tokenizer.json is damaged.
+        CheckpointError, ConfigError: tokenizer.json or config.json is damaged.
     """
 
     def __init__(self, run: Run) -> None:
@@ -45,6 +54,9 @@ class TokenTexts:
                 self._tokenizer = Tokenizer.from_file(str(self.file))
             except Exception as error:  # the library raises Exception itself
                 raise CheckpointError(f"{self.file} is not a tokenizer ({error}); restore or delete it") from error
+        config = (self.file or run.root).with_name("config.json")  # JSON is YAML
+        values = yaml_values(config) if self.file and config.is_file() else {}
+        self.image_token = values.get("image_token_id", values.get("image_token_index"))
 
     def token(self, token_id: int) -> str:
         """Return the text of one token with its leading space; special tokens by their names."""
@@ -63,6 +75,40 @@ class TokenTexts:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
+class Thumbnails:
+    """Small copies of the images of a run. `urls`: name of the file -> data URL."""
+
+    def __init__(self, run: Run, most: int) -> None:
+        self._folder = run.root / IMAGES
+        self._most = most
+        self.urls: dict[str, str] = {}
+
+    def mark(self, names: Sequence[str | None], first: int, tokens: str) -> dict[str, Any]:
+        """Return what stands for tokens of images: a text, and the names of thumbnails. A name is None: not kept."""
+        numbers = ", ".join(str(first + i) for i in range(len(names)))
+        text = "; ".join([f"image {numbers}{tokens}", *filter(None, map(self._problem, names))])
+        return {"text": f"[{text}]", "images": [name for name in names if name in self.urls]}
+
+    def _problem(self, name: str | None) -> str:
+        """Make the thumbnail of an image, or return why there is none."""
+        if name is None or (len(self.urls) >= self._most and name not in self.urls):
+            return "not shown"
+        try:
+            self.urls[name] = _thumbnail(self._folder / Path(name).name)
+        except (OSError, ValueError, ImportError) as error:  # a file that cannot be read or decoded; no Pillow
+            return f"{IMAGES}/{name} cannot be shown: {getattr(error, 'strerror', None) or error}"
+        return ""
+
+
+@lru_cache(maxsize=1024)  # --watch makes the page again and again
+def _thumbnail(file: Path) -> str:
+    image = decode(file.read_bytes())
+    made = io.BytesIO()
+    image.thumbnail((SIDE, SIDE))
+    image.save(made, "WEBP")
+    return f"data:image/webp;base64,{base64.b64encode(made.getvalue()).decode()}"
+
+
 def evenly(steps: Sequence[int], most: int) -> list[int]:
     """Return at most `most` of the steps: first, last, and evenly spaced ones between them."""
     if len(steps) <= most:
@@ -77,10 +123,11 @@ def browser(run: Run, n_runs: int = 1) -> dict[str, Any]:
         CheckpointError: a file of token_losses/ or samples/, or the tokenizer, is damaged.
     """
     texts, most = TokenTexts(run), max(MAX_EVALUATIONS // n_runs, 2)
+    images = Thumbnails(run, MAX_IMAGES // n_runs)
     kept, written = run.step_files("token_losses"), run.step_files("samples")
     used: set[int] = set()
-    shown = {step: _texts(written[step], texts) for step in evenly(list(written), most)}
-    responses = {step: _responses(kept[step], texts, used) for step in evenly(list(kept), most)}
+    shown = {step: _texts(written[step], texts, images) for step in evenly(list(written), most)}
+    responses = {step: _responses(kept[step], texts, images, used) for step in evenly(list(kept), most)}
     return {
         "steps": list(responses),
         "n_evaluations": len(kept),
@@ -89,11 +136,12 @@ def browser(run: Run, n_runs: int = 1) -> dict[str, Any]:
         "has_tokenizer": texts.file is not None,
         "texts": shown,
         "n_texts": len(written),
+        "images": images.urls,
         "changes": _changes(*(shown[step] for step in (min(shown), max(shown)))) if shown else [],
     }
 
 
-def _responses(file: Path, texts: TokenTexts, used: set[int]) -> dict[str, dict[str, Any]]:
+def _responses(file: Path, texts: TokenTexts, images: Thumbnails, used: set[int]) -> dict[str, dict[str, Any]]:
     """Return the responses of one evaluation by prompt and sample; adds the ids of their tokens to `used`."""
     found: dict[str, dict[str, Any]] = {}
     for record in _first(file, MAX_RESPONSES, ("prompt_id", "sample_index", "response_ids", "values")):
@@ -104,7 +152,7 @@ def _responses(file: Path, texts: TokenTexts, used: set[int]) -> dict[str, dict[
         used.update(ids, (one[0] for row in choices for one in row or ()))
         color = next((name for name in COLORS if name in values), None)
         found[f"{record['prompt_id']}/{record['sample_index']}"] = {
-            "prompt": _end(texts.text(record["prompt_ids"])) if "prompt_ids" in record else None,
+            "prompt": _prompt(record, texts, images) if "prompt_ids" in record else None,
             "ids": ids,
             "n_tokens": len(record["response_ids"]),
             "kind": COLORS[color] if color else "",
@@ -128,11 +176,11 @@ def _spread(rows: Sequence[T], own: Sequence[int], ids: Sequence[int]) -> list[T
     return [placed.get(i) for i in range(len(ids))] if rows else []
 
 
-def _texts(file: Path, texts: TokenTexts) -> list[dict[str, Any]]:
+def _texts(file: Path, texts: TokenTexts, images: Thumbnails) -> list[dict[str, Any]]:
     return [
         {
             "id": sample["prompt_id"],
-            "prompt": _end(sample.get("prompt") or texts.text(sample.get("prompt_ids", ()))),
+            "prompt": _prompt(sample, texts, images),
             "text": sample["text"][:MAX_CHARACTERS],
             "answer": sample.get("answer", ""),
             "correct": sample.get("correct"),
@@ -166,6 +214,23 @@ def _first(file: Path, n: int, keys: Sequence[str]) -> list[dict[str, Any]]:
         if missing := [key for key in keys if key not in line]:
             raise CheckpointError(f"{file}: line {number} lacks {missing[0]!r}; delete the file, or restore it")
     return lines
+
+
+def _prompt(record: dict[str, Any], texts: TokenTexts, images: Thumbnails) -> str | list[Any]:
+    """Return the text; with images texts and `Thumbnails.mark`. Images without a token between them have one size."""
+    ids = record.get("prompt_ids", ())
+    names = record.get("images", ())
+    if not names:
+        return _end(record.get("prompt") or texts.text(ids))
+    runs = [(is_image, [*run]) for is_image, run in groupby(ids, lambda token: token == texts.image_token)]
+    size = len(ids) if sum(i for i, _ in runs) == len(names) else max(ids.count(texts.image_token) // len(names), 1)
+    parts = list[Any]()
+    at = 0
+    for is_image, run in runs:
+        n = is_image * max(len(run) // size, 1)
+        parts.append(images.mark(names[at : at + n], at + 1, f": {len(run)} tokens") if n else _end(texts.text(run)))
+        at += n
+    return [*parts, images.mark(names[at:], at + 1, "")] if at < len(names) else parts  # without a tokenizer
 
 
 def _end(text: str) -> str:

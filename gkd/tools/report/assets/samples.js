@@ -15,8 +15,14 @@ function startSamples() {
   }
   const steps = Object.keys(samples.texts);
   if (!steps.length) body.append(element("p", { class: "missing" }, "The run has no samples/ yet: each evaluation writes responses as text; without data.val_files the last step does."));
-  else body.append(textTable(samples.texts, steps));
-  if (samples.changes.length) body.append(changeTable(samples.changes, steps));
+  else body.append(textTable(samples, steps));
+  if (samples.changes.length) body.append(changeTable(samples, steps));
+}
+
+// A prompt: its texts, and marks of image tokens with thumbnails behind them.
+function promptNodes(samples, prompt) {
+  const image = (part) => (name) => element("img", { src: samples.images[name], alt: part.text });
+  return [prompt].flat().flatMap((part) => part.images ? [element("b", {}, part.text), ...part.images.map(image(part))] : part);
 }
 
 function stepSelect(id, steps, chosen) {
@@ -66,7 +72,7 @@ function drawResponse(body, legend, samples) {
   }
   const full = fullColor(samples, SAMPLES.response);
   legend.append(`${record.kind}, nats: 0`, element("i"), `${full.toPrecision(2)} and more`);
-  body.append(element("p", { class: "prompt" }, record.prompt ?? "The prompt is not in this file."));
+  body.append(element("p", { class: "prompt" }, ...promptNodes(samples, record.prompt ?? "The prompt is not in this file.")));
   const observed = new Set(record.observed), unpaired = new Set(record.unpaired);
   if (observed.size) legend.append(element("span", { class: "observed" }, "text of the environment"));
   const tokens = element("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens of the response; arrow keys move between them" });
@@ -141,14 +147,14 @@ function hideTip() {
   document.querySelectorAll(".tokens .current").forEach((node) => node.classList.remove("current"));
 }
 
-function textTable(texts, steps) {
+function textTable(samples, steps) {
   const select = stepSelect("text-step", steps, SAMPLES.text);
   const body = element("tbody");
   const draw = () => {
     SAMPLES.text = select.value;
-    body.replaceChildren(...texts[select.value].map((sample) => element("tr", {},
+    body.replaceChildren(...samples.texts[select.value].map((sample) => element("tr", {},
       element("td", { class: sample.correct ? "better" : sample.correct === false ? "worse" : "" }, sample.correct ? "correct" : sample.correct === false ? "wrong" : ""),
-      element("td", {}, element("pre", {}, sample.prompt)), element("td", {}, element("pre", {}, sample.text)), element("td", {}, element("pre", {}, sample.answer)))));
+      element("td", {}, element("pre", {}, ...promptNodes(samples, sample.prompt))), element("td", {}, element("pre", {}, sample.text)), element("td", {}, element("pre", {}, sample.answer)))));
     saveState();
   };
   select.addEventListener("change", draw);
@@ -159,8 +165,8 @@ function textTable(texts, steps) {
 }
 
 // The same prompts at the first and the last step: removed and added words.
-function changeTable(changes, steps) {
-  const rows = changes.map((sample) => element("tr", {}, element("td", {}, element("pre", {}, sample.prompt)),
+function changeTable(samples, steps) {
+  const rows = samples.changes.map((sample) => element("tr", {}, element("td", {}, element("pre", {}, ...promptNodes(samples, sample.prompt))),
     element("td", {}, element("pre", {}, ...sample.parts.map(([kind, text]) => element(kind || "span", {}, text))))));
   const head = element("thead", {}, element("tr", {}, element("th", {}, "prompt"), element("th", {}, `words removed and added from step ${steps[0]} to ${steps[steps.length - 1]}`)));
   return element("details", { class: "texts" }, element("summary", {}, "What changed in the responses"), element("table", {}, head, element("tbody", {}, ...rows)));
