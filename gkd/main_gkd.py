@@ -24,6 +24,7 @@ from gkd.run import interrupts
 from gkd.run.failure_policy import may_start_again, start_again
 from gkd.trainer import Trainer
 from teacher_server.config.command import command_parser
+from teacher_server.vision.images import ImageError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"config error: {line}", file=sys.stderr)
         return 2
-    except (DataError, ModelError) as error:
+    except (DataError, ModelError, ImageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except GkdError as error:

@@ -43,7 +43,7 @@ BOUNDS = {
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
     "config_keys": 160,
     "lines of tests": 67_190,
-    "lines of benches": 6_400,
+    "lines of benches": 6_610,
     "lines of results": 8_000,
     "lines of the longest result": 200,
     "words of docs": 80_000,
