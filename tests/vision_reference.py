@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout, TeacherScores, TeacherTopK
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector")
 
@@ -36,3 +37,45 @@ def loss_of(logits: Tensor, topk: TeacherTopK) -> Tensor:
     tail = torch.from_numpy(topk.tail_mass).double().clamp(min=1e-30)
     rest = torch.log1p(-listed.exp().sum(-1).clamp(max=1 - 1e-12))
     return (log_p.exp() * (log_p - listed)).sum() + (tail * (tail.log() - rest)).sum()
+
+
+def train(
+    model: Any,
+    processor: Any,
+    steps: Sequence[Sequence[tuple[Rollout, TeacherScores]]],
+    *,
+    frozen: bool,
+    weight_decay: float,
+    clip: float,
+    see: Callable[[int, Rollout, TeacherScores, Tensor], None] = lambda *_: None,
+    **adamw: Any,
+) -> tuple[list[float], list[float]]:
+    """Train on the sequences of each step, and return losses and gradient norms.
+
+    Args:
+        see: gets the step, counted from 1, a sequence, and its logits.
+        adamw: settings of the optimizer.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and any(tower in name for tower in TOWERS)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, **adamw)
+    losses, norms = [], []
+    for step, sequences in enumerate(steps, 1):
+        n_tokens = sum(rollout.n_own for rollout, _ in sequences)
+        losses.append(0.0)
+        for rollout, scores in sequences:
+            assert scores.topk is not None
+            logits = logits_of(model, processor, rollout)
+            loss = loss_of(logits, scores.topk) / n_tokens
+            loss.backward()
+            losses[-1] += float(loss.detach())
+            see(step, rollout, scores, logits.detach())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms

@@ -20,7 +20,7 @@ from tests.dist.helpers import Measured, run_ranks
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
 from tests.dist.student_cases import as_numpy, build_student, weights
 from tests.vision_models import picture, save_vision_model
-from tests.vision_reference import TOWERS, logits_of, loss_of
+from tests.vision_reference import TOWERS, train
 
 N_STEPS, PER_STEP, K = 3, 6, 8
 SIZES = ((56, 84), (84, 56), (60, 90))
@@ -80,28 +80,9 @@ def _reference(folder: Path, vision: str) -> tuple[list[float], list[float], dic
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     processor = AutoImageProcessor.from_pretrained(folder)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(vision == "trained" or not any(tower in name for tower in TOWERS))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
-    losses, norms = [], []
-    for sequences in make_sequences(folder):
-        n_tokens = sum(rollout.n_own for rollout, _ in sequences)
-        total = 0.0
-        for rollout, scores in sequences:
-            assert scores.topk is not None
-            loss = loss_of(logits_of(model, processor, rollout), scores.topk) / n_tokens
-            loss.backward()
-            total += float(loss.detach())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    settings: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "clip": CLIP, "lr": LR, "betas": BETAS, "eps": EPS}
+    numbers = train(model, processor, make_sequences(folder), frozen=vision == "frozen", **settings)
+    return *numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")

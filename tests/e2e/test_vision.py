@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from gkd.run.rollout_file import read_sequences
-from gkd.types import Rollout
+from gkd.types import Rollout, TeacherScores
 from tests.e2e.conftest import ALONE
 from tests.service.harness import ServerProcess
 from tests.vision_models import picture, save_vision_model
-from tests.vision_reference import TOWERS, logits_of, loss_of
+from tests.vision_reference import logits_of, train
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
 TRAINED = "model.freeze_vision=false"
@@ -105,36 +105,20 @@ def recompute(folder: Folder, run_dir: Path, *, frozen: bool) -> tuple[list[floa
     """Return the loss of each step, the weights after all, and the largest error of engine and teacher in step 1."""
     student, teacher = (AutoModelForImageTextToText.from_pretrained(each) for each in (folder.student, folder.teacher))
     processor = AutoImageProcessor.from_pretrained(folder.student)
-    for name, parameter in student.named_parameters():
-        parameter.requires_grad_(not (frozen and any(tower in name for tower in TOWERS)))
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    decays = [parameter for parameter in trained if parameter.ndim > 1]
-    plain = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = [{"params": decays, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, **ADAMW)
-    losses, errors = [], [0.0, 0.0]
+    steps, errors = [], [0.0, 0.0]
     for step in range(1, 4):
-        files = sorted((run_dir / "batches").glob(f"step_*{step}/*.npz"))
-        read = [read_sequences(file) for file in files]
-        pairs = [pair for rollouts, scores in read for pair in zip(rollouts, scores or (), strict=True)]
-        n_tokens = sum(len(rollout.response_ids) for rollout, _ in pairs)
-        total = 0.0
-        for rollout, score in pairs:
-            assert score.topk is not None
-            logits = logits_of(student, processor, rollout)
-            loss = loss_of(logits, score.topk) / n_tokens
-            loss.backward()
-            total += loss.item()
-            if step == 1:
-                errors[0] = max(errors[0], _engine_error(logits.detach(), rollout, student.config))
-                with torch.no_grad():
-                    own = logits_of(teacher, processor, rollout).log_softmax(-1)
-                listed = own.gather(1, torch.from_numpy(score.topk.topk_ids.astype(np.int64)))
-                errors[1] = max(errors[1], float((listed - torch.from_numpy(score.topk.topk_logprobs)).abs().max()))
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+        read = [read_sequences(file) for file in sorted((run_dir / "batches").glob(f"step_*{step}/*.npz"))]
+        steps.append([pair for rollouts, scores in read for pair in zip(rollouts, scores or (), strict=True)])
+
+    def see(step: int, rollout: Rollout, scores: TeacherScores, logits: Tensor) -> None:
+        if step == 1 and scores.topk is not None:
+            errors[0] = max(errors[0], _engine_error(logits, rollout, student.config))
+            with torch.no_grad():
+                own = logits_of(teacher, processor, rollout).log_softmax(-1)
+            listed = own.gather(1, torch.from_numpy(scores.topk.topk_ids.astype(np.int64)))
+            errors[1] = max(errors[1], float((listed - torch.from_numpy(scores.topk.topk_logprobs)).abs().max()))
+
+    losses, _ = train(student, processor, steps, frozen=frozen, weight_decay=0.01, clip=1.0, see=see, **ADAMW)
     student.save_pretrained(folder.root / "recomputed")
     return losses, load_file(folder.root / "recomputed/model.safetensors"), *errors
 
