@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,12 +139,12 @@ class ImageProcessor:
     def check(self, ids: np.ndarray, images: Sequence[EncodedImage]) -> None:
         """Raise ImageError unless expanded ids have the tokens of these images, in order: another processor made them.
 
-        Images that follow each other without a token between them cannot be told apart, so their sum is compared.
+        Images that follow each other without a token between them are one run, and only its length can be compared.
         """
         is_image = ids == self.token_id
         found = np.diff(np.flatnonzero(np.diff(is_image, prepend=False, append=False)))[::2].tolist()
         needed = [self.n_tokens(image) for image in images]
-        if found != needed and sum(found) != sum(needed):
+        if sum(found) != sum(needed) or not {*accumulate(found)} <= {*accumulate(needed)}:
             raise ImageError(f"its images have {found} tokens, and this model's processor makes {needed} of them")
 
     def probe(self) -> list[float]:
