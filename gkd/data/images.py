@@ -36,6 +36,7 @@ class ImageReader:
 
     def __init__(self, processor: ImageProcessor, key: str, folder: Path) -> None:
         self.key, self._processor = key, processor
+        self.token_id, self.n_read = processor.token_id, 0
         self._setting = "data.images_key", key
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, prompts read it as long as the run lasts
         self._end = 0
@@ -80,6 +81,7 @@ class ImageReader:
             raise ConfigError(*setting, problem, "write one part, or <image>, for each of them.")
         rest = iter(values)
         images = tuple(self._image(next(rest) if value is None else value, where) for value in given)
+        self.n_read += len(images)
         if len({*images}) > MAX_IMAGES or sum(image.n_bytes for image in {*images}) > MAX_IMAGES_BYTES:
             problem = (
                 f"the prompt of {where} has {len(images)} images of {sum(image.n_bytes for image in images)} bytes."
