@@ -320,9 +320,12 @@ def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: 
     for part in parts:
         fields = {"type": "text", "text": part} if isinstance(part, str) else part
         filled = {key for key, value in fields.items() if value is not None} if isinstance(fields, dict) else set()
-        if images is not None and filled and fields.get("type") in _IMAGE_PARTS:
-            values = [fields[key] for key in filled - {"type", "text"}]
-            images.append(values[0] if values else None)
+        if images is not None and filled and str(fields.get("type")) in _IMAGE_PARTS:
+            value = {key: fields[key] for key in filled - {"type", "index", "detail"} if fields[key] != ""}
+            n = images.count(None)  # images of the column before this one
+            if not value and fields.get("index", n) not in (None, n):
+                raise _refused(setting, where, f"has {quoted(part)} in message {i}, and the next image is {n}")
+            images.append(value or None)
             texts.append(IMAGE)
             continue
         is_text = filled <= {"type", "text"} and fields.get("type", "text") == "text"

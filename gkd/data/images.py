@@ -102,10 +102,13 @@ class ImageReader:
 
     def _image(self, value: Any, where: str) -> EncodedImage:
         found = value
-        while isinstance(found, dict):
-            key = next((key for key in _SOURCES if found.get(key) is not None), None)
-            found = None if key is None else found[key]
         try:
+            while isinstance(found, dict):
+                filled = {key: each for key, each in found.items() if each is not None and key != "detail"}
+                keys = [key for key in _SOURCES if key in filled]
+                if len(filled) > len(keys) or (len(keys) > 1 and keys != ["bytes", "path"]):
+                    raise ImageError(f"it has {sorted(filled)}, and one of {', '.join(_SOURCES)} is read")
+                found = filled[keys[0]] if keys else None
             if isinstance(found, bytes):
                 return self._stored(found)
             if not isinstance(found, str):
