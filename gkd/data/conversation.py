@@ -64,6 +64,7 @@ _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning",
 _PRIVILEGED = ("answer", "response")
 
 IMAGE = "\ue002"  # the place of an image in a text: a character for private use
+BORDER = "\ue000\ue001"  # between texts of a message with images, which some templates separate
 _IMAGE_PARTS = {"image", "image_url", "input_image"}  # types of parts
 
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
@@ -333,7 +334,7 @@ def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: 
             raise _refused(setting, where, f"has {quoted(part)} in message {i}, and only text is supported")
         texts.append(fields["text"])
     # Templates write parts one after the other; vLLM's server, for those that take texts alone, with line feeds.
-    return ("" if len(images or ()) > n_images else "\n").join(texts)
+    return (BORDER if len(images or ()) > n_images else "\n").join(texts)
 
 
 def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigError:

@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, opened_thought
-from gkd.data.conversation import IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
+from gkd.data.conversation import BORDER, IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError, DataError
 
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
@@ -439,7 +439,7 @@ def _has_system(messages: Sequence[Message]) -> bool:
 
 def _parts_of(content: str) -> list[dict[str, str]]:
     """Return a text with marks of images as parts, as templates take them."""
-    texts = re.split(f"({IMAGE})", content)
+    texts = re.split(f"({IMAGE})|{BORDER}", content)
     return [{"type": "image"} if each == IMAGE else {"type": "text", "text": each} for each in texts if each]
 
 
