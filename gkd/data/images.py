@@ -62,6 +62,9 @@ class ImageReader:
         given = list(prompt.images)
         texts = [message["content"] for message in prompt.messages] if prompt.messages else [prompt.text]
         whole = "".join(texts)
+        if whole.count(IMAGE) != len(given):
+            problem = f"the prompt of {where} has an image in the response, or the character U+E002, a mark of images."
+            raise ConfigError(*setting, problem, "correct or remove the row.")
         if is_rendered:
             given = [None] * len(values)
         elif values and IMAGE not in whole and PLACEHOLDER in whole:
