@@ -204,7 +204,12 @@ class RowReader:
                 raise ConfigError(*offered, problem, "remove the key, or the tools of the class.")
             offered = "rollout.environment", f"its tools {names}"
         self._renderer = PromptRenderer(
-            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
+            tokenizer,
+            config.chat_template,
+            config.chat_template_kwargs,
+            config.system_prompt,
+            offered,
+            None if images is None else images.token_id,
         )
         self._dialogues = DialogueReader(config, tokenizer, response_ends or (), self._renderer)
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None

@@ -65,6 +65,8 @@ class PromptRenderer:
         variables: data.chat_template_kwargs.
         system_prompt: data.system_prompt.
         tools: key that the tools come from, and its value; None: no prompt offers tools.
+        image_token: placeholder of the images that prompts may have; the tokens are then those of the model's
+            processor, which puts the beginning in front of what a template writes.
 
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
@@ -77,7 +79,9 @@ class PromptRenderer:
         variables: dict[str, Any],
         system_prompt: str = "",
         tools: Setting | None = None,
+        image_token: int | None = None,
     ) -> None:
+        self._image_token = image_token
         self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
@@ -161,7 +165,7 @@ class PromptRenderer:
         self._check(text, messages, setting, where, prompt.tools)
         self._check_images(text, marked, setting, where, prompt.tools)
         self.dated = self.dated or (self._date if self._date in text else "")
-        ids = self._encode(text, setting, where, begins=True)
+        ids = self._encode(text, setting, where, begins=self._image_token is None)
         return Rendered(text, ids, prompt.converted, tuple(messages), prompt.tools)
 
     def changes(self, prompt: Rendered, name: str, value: Any) -> bool:
@@ -254,6 +258,9 @@ class PromptRenderer:
             problem = f"the response of {where} contains an end-of-sequence token before its end: {quoted(text)}."
             fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
             raise ConfigError(*setting, problem, fix)
+        if self._image_token in ids:
+            problem = f"the response of {where} has the token of an image, and no image: {quoted(text)}."
+            raise ConfigError(*setting, problem, "remove it from the text.")
         if ids[-1] not in ends:
             eos = self._tokenizer.eos_token_id
             ids.append(names.get(own or end, ends[0] if eos is None else eos))
