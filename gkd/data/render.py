@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import cache, partial
 from typing import Any
 
-from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, opened_thought
+from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, in_parts, opened_thought
 from gkd.data.conversation import BORDER, IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError, DataError
 
@@ -329,7 +329,7 @@ class PromptRenderer:
     ) -> str:
         variables = {**self._variables, **({"tools": list(tools)} if tools else {}), **more}
         if self._reads_parts:
-            messages = [{**each, "content": _text_parts(each["content"])} for each in messages]
+            messages = [*map(in_parts, messages)]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=generate, tokenize=False, **variables
@@ -448,10 +448,6 @@ def _parts_of(content: str) -> list[dict[str, str]]:
     """Return a text with marks of images as parts, as templates take them."""
     texts = re.split(f"({IMAGE})|{BORDER}", content)
     return [{"type": "image"} if each == IMAGE else {"type": "text", "text": each} for each in texts if each]
-
-
-def _text_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _forms(message: Message) -> list[str]:
