@@ -36,7 +36,8 @@ class ImageReader:
 
     def __init__(self, processor: ImageProcessor, key: str, folder: Path) -> None:
         self.key, self._processor = key, processor
-        self.token_id, self.n_read = processor.token_id, 0
+        self.token_id = processor.token_id
+        self.n_read = 0
         self._setting = "data.images_key", key
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, prompts read it as long as the run lasts
         self._end = 0
