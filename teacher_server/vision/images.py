@@ -16,7 +16,8 @@ from teacher_server.wire.protocol import MAX_IMAGE_BYTES, image_digest
 FORMATS = ("JPEG", "PNG", "WEBP")  # each decoder is code that reads bytes of a client
 MAX_PIXELS = 1 << 26  # 64 megapixels: 192 MiB decoded
 MAX_SIDE = 1 << 15
-MAX_RATIO = 200  # of the sides, as in Qwen's processor; LLaVA's enlarges the short side, and a thin image to gigabytes
+# Limit of Qwen's processor, too. LLaVA's enlarges the short side, and a thin image to gigabytes.
+MAX_RATIO = 200
 _MODES = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "LA", "PA", "RGBA")
 _ORIENTATION = 0x0112  # tag of EXIF
 _N_ORIENTATIONS = 8  # the last four exchange width and height
