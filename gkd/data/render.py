@@ -110,6 +110,7 @@ class PromptRenderer:
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        self._end = (self._frame(("user",)).pieces or ("",))[-1].strip() if self._applies else ""
         # The template may write the beginning, and not the tokenizer. Of some models each turn begins with it.
         self._first = [] if tokenizer.bos_token in (None, *self._heads) else [tokenizer.bos_token_id]
         self._system = system_prompt
@@ -344,10 +345,11 @@ class PromptRenderer:
         for message in messages:
             content = message["content"]
             marker = self._marker.search(content)
-            if marker or self.is_rendered(content):
+            is_prompt = len(self._end) >= _SHORTEST_HEAD and content.rstrip().endswith(self._end)
+            if marker or is_prompt or self.is_rendered(content):
                 found = f"with {marker[0]}, which separates messages" if marker else "rendered already"
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
-                fix = "correct the row. Text that is rendered already must be one string, not a message."
+                fix = "correct the row. A rendered text must be one string; data.chat_template=never takes it as it is."
                 raise ConfigError(*setting, problem, fix)
         frame = self._frame(tuple(message["role"] for message in messages), tools)
         around = "".join(frame.pieces) or text  # A user's text may have the name of a tool.
