@@ -42,7 +42,6 @@ PLAIN = Image.open(io.BytesIO(picture(20, 30)))
 FILES = {"a.png": picture(40, 50, 1), "b.png": picture(70, 90, 2)}
 URL = "data:image/png;base64," + base64.b64encode(FILES["a.png"]).decode()
 KINDS = ("llava", "begins", "qwen3_vl")
-ENDS_TURNS = "{{ p.text + ('<|im_end|>' if m.role == 'assistant' else ' ') }}"
 
 
 def encoded(image: Image.Image, form: str, orientation: int = 0, **options: Any) -> bytes:
@@ -60,8 +59,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 def png(width: int, height: int, bits: int, color: int, raw: bytes, more: bytes = b"", behind: bytes = b"") -> bytes:
     """Return a PNG with any header: `raw` are the lines, `more` and `behind` chunks before and behind them."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0))
-    parts = header, more, chunk(b"IDAT", zlib.compress(raw, 9)), behind, chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    return b"\x89PNG\r\n\x1a\n" + header + more + chunk(b"IDAT", zlib.compress(raw, 9)) + behind + chunk(b"IEND", b"")
 
 
 COLORS = [("CMYK", "JPEG"), ("L", "JPEG"), ("YCbCr", "JPEG"), ("L", "PNG"), ("1", "PNG"), ("P", "PNG")]
@@ -79,30 +77,26 @@ def test_colors_and_orientations_are_those_of_pil(mode: str, form: str) -> None:
 
 def test_transparency_is_put_on_white() -> None:
     """Fails if a clear pixel shows the color below it, which some readers take for black, in any form of a file."""
-    more: dict[str, Any] = {"lossless": True, "exact": True}
-    forms = [("RGBA", "PNG", {}), ("RGBA", "WEBP", more), ("LA", "PNG", {}), ("L", "PNG", {"transparency": 0})]
-    for mode, form, options in forms:
+    forms = [("RGBA", "PNG", {}), ("RGBA", "WEBP", {"lossless": True, "exact": True}), ("LA", "PNG", {})]
+    for mode, form, options in [*forms, ("L", "PNG", {"transparency": 0})]:
         image = Image.new(mode, (2, 1))  # The second pixel is 0, and clear.
-        image.putpixel((0, 0), {"L": 7, "LA": (7, 255), "RGBA": (7, 7, 7, 255)}[mode])
+        image.putpixel((0, 0), {"LA": (7, 255), "RGBA": (7, 7, 7, 255)}.get(mode, 7))
         found = decode(encoded(image, form, **options))
         assert (found.getpixel((0, 0)), found.getpixel((1, 0))) == ((7,) * 3, (255,) * 3)
-    palette = encoded(Image.new("P", (1, 1)), "PNG", transparency=0)
-    assert decode(palette).getpixel((0, 0)) == (255,) * 3
-    assert decode(encoded(Image.new("RGBA", (1, 1), (0, 0, 0, 128)), "PNG")).getpixel((0, 0)) == (127,) * 3
+    assert decode(encoded(Image.new("P", (1, 1)), "PNG", transparency=0)).getpixel((0, 0)) == (255,) * 3
+    assert decode(encoded(Image.new("LA", (1, 1), (0, 128)), "PNG")).getpixel((0, 0)) == (127,) * 3
 
 
 GARBAGE = random.Random(0).randbytes(2000)
 ZIPPED = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100_000_000)))
-TWO: dict[str, Any] = {"save_all": True, "append_images": [PLAIN.rotate(90)]}
-IN_GRAY = png(4, 4, 8, 0, bytes(20), ZIPPED), png(4, 4, 8, 0, bytes(20), chunk(b"iCCP", ZIPPED[8:-4]))
 REFUSED = [
     (b"", "0 bytes"), (picture(9, 9) + bytes(17 << 20), "are allowed"), (GARBAGE, "is not a"),
     *((encoded(PLAIN, form), "is not a") for form in ("GIF", "TIFF", "BMP")),
-    *((encoded(PLAIN, form, **TWO), "2 frames") for form in ("PNG", "WEBP")),
+    *((encoded(PLAIN, form, save_all=True, append_images=[PLAIN.rotate(90)]), "2 frames") for form in ("PNG", "WEBP")),
     (png(4, 4, 16, 0, bytes(36)), "8 bits"), (png(4, 4, 16, 2, bytes(100)), "8 bits"),
     (png(60_000, 60_000, 8, 2, b""), "is not a"), (png(10_000, 10_000, 1, 0, b""), "10000 x 10000"),
     (png(1, 10_000, 8, 0, bytes(20_000)), "200 times"), (png(10_000, 1, 8, 0, bytes(10_001)), "200 times"),
-    *((data, "is not a") for data in IN_GRAY),  # a text and a color profile of 100 MB
+    *((png(4, 4, 8, 0, bytes(20), each), "is not a") for each in (ZIPPED, chunk(b"iCCP", ZIPPED[8:-4]))),  # of 100 MB
 ]  # fmt: skip
 
 
@@ -116,7 +110,7 @@ def test_what_is_refused_from_its_header(data: bytes, why: str) -> None:
 
 
 def test_damage_behind_the_header() -> None:
-    """Fails if an image that is cut anywhere passes the check of the rows, or damage ends in another error."""
+    """Fails if a cut image passes the check of the rows, or trailing bytes, as of cameras, and damaged EXIF do not."""
     for form in FORMATS:
         data = picture(40, 50, form=form)
         tail = 24 if form == "PNG" else 1  # The pixels of a PNG are whole before its last bytes.
@@ -124,20 +118,13 @@ def test_damage_behind_the_header() -> None:
             with pytest.raises(ImageError):
                 check_image(data[:end])
     for data in (png(8192, 8192, 8, 2, bytes(100)), png(4, 4, 8, 0, bytes(20), behind=ZIPPED)):
-        image_size(data)
         with pytest.raises(ImageError, match="cannot be decoded"):
             decode(data)
-
-
-def test_harmless_damage_is_accepted() -> None:
-    """Fails if trailing bytes, as cameras write them, more pixels than declared, or damaged EXIF end a run."""
-    behind = (b"x" * 1000, picture(9, 9, form="JPEG")[:-2])
     exif = (b"MM\0*\0\0\0\x08\0\x01\x01\x12", b"Exif\0\0II*\0\xff\xff\xff\xff", GARBAGE[:50])
-    for data in [
-        *(picture(20, 30, form=form) + more for form in FORMATS for more in behind),
-        *(encoded(PLAIN, form, exif=cut) for form in FORMATS for cut in exif),
-        png(30, 20, 8, 2, bytes(50_000_000)),
-    ]:
+    files = [encoded(PLAIN, form, exif=cut) for form in FORMATS for cut in exif]
+    behind = (b"x" * 1000, picture(9, 9, form="JPEG")[:-2])
+    files += [picture(20, 30, form=form) + more for form in FORMATS for more in behind]
+    for data in [*files, png(30, 20, 8, 2, bytes(50_000_000))]:  # The last one has more pixels than it declares.
         check_image(data)
         assert decode(data).size == (30, 20) and image_size(data) == (20, 30)
 
@@ -145,16 +132,14 @@ def test_harmless_damage_is_accepted() -> None:
 def test_mutated_files_end_in_an_image_or_its_error() -> None:
     """Fails if bytes of a client crash a process, take its memory or time, or decode to another size than counted."""
     run = [sys.executable, "-W", "ignore", "-c", "from tests.unit.test_images import fuzz; fuzz(3000)"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert 300 < int(done.stdout) < 2000
+    assert 300 < int(subprocess.run(run, stdout=subprocess.PIPE, timeout=120, check=True).stdout) < 2000
 
 
 def fuzz(n: int) -> None:
     """Decode mutated files within 2 GiB, and print how many are images."""
     rng, n_images = random.Random(0), 0
-    seeds = [encoded(PLAIN, form, 6) for form in FORMATS] + [encoded(PLAIN.convert("CMYK"), "JPEG", progressive=True)]
-    seeds += [encoded(PLAIN.convert("P"), "PNG", transparency=3), encoded(PLAIN.convert("RGBA"), "WEBP", lossless=True)]
+    seeds = [encoded(PLAIN, form, 6) for form in FORMATS] + [encoded(PLAIN.convert("RGBA"), "WEBP", lossless=True)]
+    seeds += [encoded(PLAIN.convert(mode), form) for mode, form in COLORS]
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
     for _ in range(n):
         data = bytearray(rng.choice(seeds))
@@ -183,7 +168,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     begin = tokenizer.bos_token = "<|endoftext|>"
     special = [(begin, tokenizer.convert_tokens_to_ids(begin))]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A", special_tokens=special)
-    tokenizer.chat_template = tokenizer.chat_template.replace("{{ p.text + ' ' }}", ENDS_TURNS)
+    ends = "{{ p.text + ('<|im_end|>' if m.role == 'assistant' else ' ') }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ p.text + ' ' }}", ends)
     tokenizer.save_pretrained(folder / "begins")
     return folder
 
@@ -211,9 +197,8 @@ def test_the_expansion_is_that_of_transformers(here: Path, kind: str) -> None:
 def test_ids_of_other_images_are_refused(here: Path) -> None:
     """Fails if a token too much or too little, or images in another order, would give scores of other images."""
     ours = ImageProcessor(str(here / "qwen3_vl"))
-    small, large, wide = (EncodedImage(picture(*size)) for size in ((56, 56), (112, 112), (56, 112)))
+    small, large, wide = (EncodedImage(picture(*size)) for size in ((56, 56), (112, 112), (56, 112)))  # 4, 16, 8 tokens
     token = ours.token_id
-    assert [ours.n_tokens(image) for image in (small, large, wide)] == [4, 16, 8]
     ids = np.array([1, *[token] * 4, 1, *[token] * 16, 2])
     ours.check(ids, [small, large])
     wrong = [(other, [small, large]) for other in (np.delete(ids, 2), np.insert(ids, 2, token), ids[ids != token])]
@@ -222,8 +207,6 @@ def test_ids_of_other_images_are_refused(here: Path) -> None:
         with pytest.raises(ImageError, match="tokens"):
             ours.check(other, images)
     ours.check(np.delete(ids, 5), [small, wide, wide])  # one run of three images
-    with pytest.raises(ImageError, match="1 placeholders for 2 images"):
-        ours.expand([1, token, 2], [small, large])
 
 
 def load(here: Path, kind: str, *rows: Any, ends: Any = None, template: str = "", **data: Any) -> list[Prompt]:
@@ -245,20 +228,17 @@ def said(form: str, role: str = "user", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": parts}
 
 
-def expected(here: Path, kind: str, *messages: Any, **more: Any) -> list[int]:
-    """Return the ids of transformers. AutoProcessor of Qwen needs torchvision; its rule is `ImageProcessor.expand`."""
+def expected(here: Path, kind: str, *messages: Any, **more: Any) -> tuple[list[str], list[int]]:
+    """Return the names of images, and the ids of transformers; AutoProcessor of Qwen needs torchvision."""
     more = {"add_generation_prompt": True, "tokenize": True} | more
+    names = [part["image"] for each in messages for part in each["content"] if "image" in part]
     if kind == "qwen3_vl":
         made = AutoTokenizer.from_pretrained(here / kind).apply_chat_template(messages, **more)["input_ids"]
-        return ImageProcessor(str(here / kind)).expand(made, [EncodedImage(FILES[name]) for name in names_of(messages)])
+        return names, ImageProcessor(str(here / kind)).expand(made, [EncodedImage(FILES[name]) for name in names])
     pixels = {name: {"image": decode(data)} for name, data in FILES.items()}
     parts = [[part | pixels.get(part.get("image"), {}) for part in each["content"]] for each in messages]
     read = [{**each, "content": own} for each, own in zip(messages, parts, strict=True)]
-    return [*AutoProcessor.from_pretrained(here / kind).apply_chat_template(read, **more)[0]]
-
-
-def names_of(messages: Any) -> list[str]:
-    return [part["image"] for each in messages for part in each["content"] if "image" in part]
+    return names, [*AutoProcessor.from_pretrained(here / kind).apply_chat_template(read, **more)[0]]
 
 
 ONE, BOTH = {"images": ["a.png"]}, {"images": [*FILES]}
@@ -270,7 +250,6 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "parts": ({"prompt": [said("*|x|*")], **BOTH}, [said("A|x|B")]),
     "numbered": ({"prompt": [said("*|x", index=0), said("*|y", index=1)], **BOTH}, [said("A|x"), said("B|y")]),
     "two texts": ({"prompt": [said("*|x|y")], **ONE}, [said("A|x|y")]),
-    "twice": ({"prompt": [said("*|x|*")], "images": ["b.png", "b.png"]}, [said("B|x|B")]),
     "openai": ({"prompt": [{"role": "user", "content": [OPENAI, {"type": "text", "text": "x"}]}]}, [said("A|x")]),
     "column": ({"prompt": "What?", **BOTH}, [said("A|B|What?")]),
     "behind a system": ({"prompt": [TALK[0], said("x")], **ONE}, [TALK[0], said("A|x")]),
@@ -284,28 +263,19 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 def test_each_form_has_the_tokens_of_transformers(here: Path, kind: str, form: str) -> None:
     """Fails if an image, a space or the beginning of a text is read in another place than by the model's own code."""
     row, messages = FORMS[form]
-    names = names_of(messages)
-    stored = [
-        {"bytes": None, "path": name} if i else {"bytes": FILES[name], "path": None} for i, name in enumerate(names)
-    ]
+    names, ids = expected(here, kind, *messages)
+    stored = [{"bytes": FILES[name], "path": None} for name in names[:1]]
+    stored += [{"bytes": None, "path": name} for name in names[1:]]
     pq.write_table(pa.Table.from_pylist([row | {"images": stored} if "images" in row else row]), here / "rows.parquet")
     tokenizer = AutoTokenizer.from_pretrained(here / kind)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     again = {"prompt": rendered, "images": names}
-    found = [
-        *load(here, kind),
-        *load(here, kind, row, {"prompt": "No image."}),
-        *load(here, kind, again, chat_template="never"),
-    ]
-    assert [*found.pop(2).token_ids] == expected(here, kind, said("No image."))
-    if rendered.startswith("SYSTEM"):  # This template does not begin so, and would be applied a second time.
-        with refuses(PROMPT):
-            load(here, kind, again)
-    else:
-        found += load(here, kind, again)
-    for prompt in found:
-        assert [*prompt.token_ids] == expected(here, kind, *messages)
-        assert [image.data for image in prompt.images] == [FILES[name] for name in names]
+    found = [*load(here, kind), *load(here, kind, again, chat_template="never")]
+    found += [] if rendered.startswith("SYSTEM") else load(here, kind, again)
+    own, *plain = load(here, kind, row, *({"prompt": "x", "images": none} for none in ([], None)))
+    assert [[*prompt.token_ids] for prompt in plain] == [expected(here, kind, said("x"))[1]] * 2
+    for prompt in (own, *found):
+        assert [*prompt.token_ids] == ids and [image.data for image in prompt.images] == [FILES[name] for name in names]
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -318,7 +288,7 @@ def test_conversations_of_llava_instruct(here: Path, kind: str) -> None:
     settings = {"messages_key": "talk", "images_key": "image", "response_key": "", "ends": [tokenizer.eos_token_id]}
     (prompt,) = load(here, kind, {"talk": talk, "image": "a.png"}, **settings)
     whole = [*prompt.token_ids, *prompt.response_ids]
-    assert whole == expected(here, kind, *turns, add_generation_prompt=False)[: len(whole)]
+    assert whole == expected(here, kind, *turns, add_generation_prompt=False)[1][: len(whole)]
     learned = tokenizer.decode(prompt.response_ids[prompt.own]).replace(" ", "")
     assert learned == "Acat.<|im_end|>Red.<|im_end|>"
 
@@ -328,7 +298,7 @@ def test_the_teachers_own_prompt(here: Path) -> None:
     row = {"prompt": "<image>What?", "own": "<image>What? Hint.", "answer": "x", **ONE}
     for settings in ({"teacher_prompt_key": "own"}, {"template": "{prompt} Hint."}):
         (prompt,) = load(here, "llava", row, **settings)
-        assert [*prompt.teacher_ids] == expected(here, "llava", said("A|What? Hint."))
+        assert [*prompt.teacher_ids] == expected(here, "llava", said("A|What? Hint."))[1]
     for own in ("B|x", "x", "A|A|x"):
         with refuses("data.teacher_prompt_key") as caught:
             load(here, "llava", {"prompt": [said("A|x")], "own": [said(own)]}, teacher_prompt_key="own")
@@ -343,10 +313,10 @@ WRONG: list[tuple[str, Any, Any, str, dict[str, Any]]] = [  # key, prompt, image
     (PROMPT, "<image>x", None, "no image for it", {}), (PROMPT, "<image><image>x", "a.png", "2 places for the 1", {}),
     (PROMPT, "<image>x", [*FILES], "1 places for the 2", {}), (PROMPT, [said("*|<image>x")], [*FILES], "<image>", {}),
     (PROMPT, [said("A|x")], "b.png", "0 places", {}), (PROMPT, [said("*|x", index=1)], "a.png", "next image is 0", {}),
-    (PROMPT, "\ue002x", None, "U+E002", {}), (PROMPT, "\ue002x", "a.png", "U+E002", {}),
-    (PROMPT, [said("*|x", type=["image"])], "a.png", "only text", {}),
+    (PROMPT, "\ue002x", "a.png", "U+E002", {}), (PROMPT, [said("*|x", type=["image"])], "a.png", "only text", {}),
     (PROMPT, [said("x"), said("A|y", "assistant")], None, "an image in the response", LEARNS),
     (RESPONSE, [said("x"), said("<image>y", "assistant")], None, "token of an image", LEARNS),
+    (PROMPT, "SYSTEM: Hi. USER: <image>\nx ASSISTANT:", "a.png", "rendered already", {}),
     (IMAGES, "x", "a.png", "2 placeholders", {"system_prompt": "<image>"}),
     (IMAGES, "x", "a.png", "0 placeholders", {"chat_template": "never"}),
     (IMAGES, "x", "", "directory", {}), (IMAGES, "x", [None], "neither bytes", {}),
@@ -354,27 +324,23 @@ WRONG: list[tuple[str, Any, Any, str, dict[str, Any]]] = [  # key, prompt, image
     (IMAGES, "x", "c.png", "No such file", {}), (IMAGES, "x", "https://a/b.png", "reads local files", {}),
     (IMAGES, "x", "data:image/png;base64,#", "base64", {}), (IMAGES, "x", "rows.jsonl", "is not a JPEG", {}),
     (IMAGES, [said("A|x", path="b.png")], None, "one of", {}), (IMAGES, [said("A|x", text="lost")], None, "'text'", {}),
-    (IMAGES, [said("A|x", max_pixels=9)], None, "max_pixels", {}),
-    (IMAGES, "x", [{"image": "a.png", "max_pixels": 9}], "max_pixels", {}),
+    (IMAGES, [said("A|x", size=9)], None, "size", {}), (IMAGES, "x", [{"image": "a.png", "size": 9}], "size", {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key, prompt, images, words, more", WRONG, ids=range(len(WRONG)))
-def test_rows_that_would_be_read_wrongly(
-    here: Path, key: str, prompt: Any, images: Any, words: str, more: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", WRONG, ids=range(len(WRONG)))
+def test_rows_that_would_be_read_wrongly(here: Path, case: tuple[str, Any, Any, str, dict[str, Any]]) -> None:
     """Fails if a row trains on other images than it names, on none, or on an image's token without an image."""
+    key, prompt, images, words, more = case
     with refuses(key) as caught:
         load(here, "llava", {"prompt": prompt, "images": images}, **more)
     assert "rows.jsonl:1" in caught.value.problem and words in caught.value.problem
 
 
 def test_a_column_that_no_row_has(here: Path) -> None:
-    """Fails if a wrong data.images_key trains on text alone; a row without an image is a text beside others."""
+    """Fails if a wrong data.images_key trains on text alone."""
     with refuses("data.images_key", "picture"):
         load(here, "llava", {"prompt": "x", "pictures": ["a.png"]}, images_key="picture")
-    prompts = load(here, "llava", {"prompt": "x"}, *({"prompt": "x", "images": each} for each in ([], None, "a.png")))
-    assert [len(prompt.images) for prompt in prompts] == [0, 0, 0, 1]
 
 
 def test_a_file_that_changes_is_not_sent(here: Path) -> None:
@@ -382,33 +348,29 @@ def test_a_file_that_changes_is_not_sent(here: Path) -> None:
     file = here / "c.png"
     file.write_bytes(FILES["a.png"])
     (prompt,) = load(here, "llava", {"prompt": "x", "images": ["c.png", URL]})
-    assert prompt.row is not None and decode_row(prompt.row)[1]["images"] == ["c.png", None]
+    assert decode_row(prompt.row)[1]["images"] == ["c.png", None]  # Functions get no bytes.
     assert pickle.loads(pickle.dumps(prompt.images)) == prompt.images
-    for change in (lambda: file.write_bytes(FILES["b.png"]), file.unlink):
+    for change, words in ((lambda: file.write_bytes(FILES["b.png"]), "changed"), (file.unlink, "cannot be read")):
         change()
         for send in (lambda: encode_prompts([prompt], [0]), lambda: pickle.dumps(prompt)):
-            with pytest.raises(ImageError, match="changed|cannot be read"):
+            with pytest.raises(ImageError, match=words):
                 send()
     assert prompt.images[1].data == FILES["a.png"]
 
 
 def test_the_driver_does_not_keep_the_bytes_of_images(here: Path) -> None:
     """Fails if memory grows with images in a parquet file: 100,000 rows of 200 KB would be 20 GB."""
+    rng = np.random.default_rng(0)
+    images = [[FILES["a.png"] + rng.bytes(200_000)] for _ in range(1500)]
+    pq.write_table(pa.table({"prompt": ["x"] * 1500, "images": images}), here / "rows.parquet", row_group_size=50)
     run = [sys.executable, "-c", f"from tests.unit.test_images import grown; grown({str(here)!r})"]
     assert int(subprocess.run(run, stdout=subprocess.PIPE, timeout=200, check=True).stdout) < 100 << 20
 
 
 def grown(folder: str) -> None:
-    """Print by how many bytes a process grows that loads 300 MB of images, 200 KB each, 50 rows a group."""
-    here, rng = Path(folder), np.random.default_rng(0)
-    load(here, "llava", {"prompt": "x", **ONE})
-    schema = pa.schema([("prompt", pa.string()), ("images", pa.list_(pa.binary()))])
-    with pq.ParquetWriter(here / "rows.parquet", schema) as writer:
-        for _ in range(30):
-            images = [[FILES["a.png"] + rng.bytes(200_000)] for _ in range(50)]
-            writer.write_table(pa.Table.from_pydict({"prompt": ["x"] * 50, "images": images}, schema))
-    pa.default_memory_pool().release_unused()
+    """Print by how many bytes a process grows that loads 300 MB of images."""
+    load(Path(folder), "llava", {"prompt": "x", **ONE})
     before = psutil.Process().memory_info().rss
-    prompts = load(here, "llava")
+    prompts = load(Path(folder), "llava")
     assert sum(prompt.images[0].n_bytes for prompt in prompts) > 300_000_000
     print(psutil.Process().memory_info().rss - before)
