@@ -1,4 +1,4 @@
-"""Requests with images at real servers: scores of transformers, hostile messages, and what knows images apart."""
+"""Requests with images at real servers: scores of transformers, hostile messages, and equal ids with other images."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_each_form_has_the_tokens_of_transformers(here: Path, kind: str, form: s
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_conversations_of_llava_instruct(here: Path, kind: str) -> None:
-    """Fails if a later turn is read with other tokens than transformers', or what the user says is learned."""
+    """Fails if a later turn is read with other tokens than transformers', or the user's text is learned."""
     words = ["<image>\nWhat?", "A cat.", "Its color?", "Red."]
     talk = [{"from": ("human", "gpt")[i % 2], "value": each} for i, each in enumerate(words)]
     turns = [said(each.replace("<image>", "A|"), ("user", "assistant")[i % 2]) for i, each in enumerate(words)]
