@@ -45,6 +45,12 @@ def said(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
+def in_parts(message: Message) -> Message:
+    """Return a message with its text as a part: some templates, as LLaVA's, leave out any other text."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
 QUESTION = said("user", "x")
 START = (QUESTION, said("assistant", ANSWER))
 
@@ -99,6 +105,8 @@ class ChatFrames:
         self.added: dict[int, str] = {i: str(token) for i, token in added.items()}
         self.special = frozenset({*(i for i, token in added.items() if token.special), *tokenizer.all_special_ids})
         self._ends = [self.added[i] for i in end_ids if i in self.added]
+        self._reads_parts = False
+        self._reads_parts = ANSWER not in self.render([said("user", ANSWER)])
         self.prompt = self.render([QUESTION])
         closed = self.render([QUESTION], generate=False)
         self.opening = self.prompt[len(os.path.commonprefix([self.prompt, closed])) :]
@@ -107,9 +115,10 @@ class ChatFrames:
 
     def render(self, messages: Sequence[Message], *, generate: bool = True) -> str:
         """Return the text of a conversation. Raises TemplateFailed."""
+        messages = [*map(in_parts, messages)] if self._reads_parts else [*messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=generate, tokenize=False, **self._variables
+                messages, add_generation_prompt=generate, tokenize=False, **self._variables
             )
         except Exception as error:  # a template is a program and may raise any error
             raise TemplateFailed(f"the chat template fails ({error})") from error

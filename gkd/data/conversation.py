@@ -64,6 +64,7 @@ _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning",
 _PRIVILEGED = ("answer", "response")
 
 IMAGE = "\ue002"  # the place of an image in a text: a character for private use
+BORDER = "\ue000\ue001"  # between texts of a message with images, which some templates separate
 _IMAGE_PARTS = {"image", "image_url", "input_image"}  # types of parts
 
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
@@ -320,9 +321,12 @@ def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: 
     for part in parts:
         fields = {"type": "text", "text": part} if isinstance(part, str) else part
         filled = {key for key, value in fields.items() if value is not None} if isinstance(fields, dict) else set()
-        if images is not None and filled and fields.get("type") in _IMAGE_PARTS:
-            values = [fields[key] for key in filled - {"type", "text"}]
-            images.append(values[0] if values else None)
+        if images is not None and filled and str(fields.get("type")) in _IMAGE_PARTS:
+            value = {key: fields[key] for key in filled - {"type", "index", "detail"} if fields[key] != ""}
+            n = images.count(None)  # images of the column before this one
+            if not value and fields.get("index", n) not in (None, n):
+                raise _refused(setting, where, f"has {quoted(part)} in message {i}, and the next image is {n}")
+            images.append(value or None)
             texts.append(IMAGE)
             continue
         is_text = filled <= {"type", "text"} and fields.get("type", "text") == "text"
@@ -330,7 +334,7 @@ def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: 
             raise _refused(setting, where, f"has {quoted(part)} in message {i}, and only text is supported")
         texts.append(fields["text"])
     # Templates write parts one after the other; vLLM's server, for those that take texts alone, with line feeds.
-    return ("" if len(images or ()) > n_images else "\n").join(texts)
+    return (BORDER if len(images or ()) > n_images else "\n").join(texts)
 
 
 def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigError:

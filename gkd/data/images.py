@@ -36,6 +36,8 @@ class ImageReader:
 
     def __init__(self, processor: ImageProcessor, key: str, folder: Path) -> None:
         self.key, self._processor = key, processor
+        self.token_id = processor.token_id
+        self.n_read = 0
         self._setting = "data.images_key", key
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, prompts read it as long as the run lasts
         self._end = 0
@@ -61,6 +63,9 @@ class ImageReader:
         given = list(prompt.images)
         texts = [message["content"] for message in prompt.messages] if prompt.messages else [prompt.text]
         whole = "".join(texts)
+        if whole.count(IMAGE) != len(given):
+            problem = f"the prompt of {where} has an image in the response, or the character U+E002, a mark of images."
+            raise ConfigError(*setting, problem, "correct or remove the row.")
         if is_rendered:
             given = [None] * len(values)
         elif values and IMAGE not in whole and PLACEHOLDER in whole:
@@ -80,6 +85,7 @@ class ImageReader:
             raise ConfigError(*setting, problem, "write one part, or <image>, for each of them.")
         rest = iter(values)
         images = tuple(self._image(next(rest) if value is None else value, where) for value in given)
+        self.n_read += len(images)
         if len({*images}) > MAX_IMAGES or sum(image.n_bytes for image in {*images}) > MAX_IMAGES_BYTES:
             problem = (
                 f"the prompt of {where} has {len(images)} images of {sum(image.n_bytes for image in images)} bytes."
@@ -100,10 +106,13 @@ class ImageReader:
 
     def _image(self, value: Any, where: str) -> EncodedImage:
         found = value
-        while isinstance(found, dict):
-            key = next((key for key in _SOURCES if found.get(key) is not None), None)
-            found = None if key is None else found[key]
         try:
+            while isinstance(found, dict):
+                filled = {key: each for key, each in found.items() if each is not None and key != "detail"}
+                keys = [key for key in _SOURCES if key in filled]
+                if len(filled) > len(keys) or (len(keys) > 1 and keys != ["bytes", "path"]):
+                    raise ImageError(f"it has {sorted(filled)}, and one of {', '.join(_SOURCES)} is read")
+                found = filled[keys[0]] if keys else None
             if isinstance(found, bytes):
                 return self._stored(found)
             if not isinstance(found, str):

@@ -206,7 +206,12 @@ class RowReader:
                 raise ConfigError(*offered, problem, "remove the key, or the tools of the class.")
             offered = "rollout.environment", f"its tools {names}"
         self._renderer = PromptRenderer(
-            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
+            tokenizer,
+            config.chat_template,
+            config.chat_template_kwargs,
+            config.system_prompt,
+            offered,
+            None if images is None else images.token_id,
         )
         self._dialogues = DialogueReader(config, tokenizer, response_ends or (), self._renderer)
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
@@ -352,6 +357,10 @@ class RowReader:
                 log.warning(_UNENDED, ended.count(False), len(ended), tag, end_of_thought(tag), NO_THOUGHTS)
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
+        if self._images is not None and not self._images.n_read and key == "data.train_files":
+            problem = "no row of data.train_files has an image."
+            fix = "name the column of the images, or remove the key."
+            raise ConfigError("data.images_key", self.config.images_key, problem, fix)
         self._routes.log(key)
         self._views.log(key)
 

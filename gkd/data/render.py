@@ -18,8 +18,8 @@ from datetime import datetime
 from functools import cache, partial
 from typing import Any
 
-from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, opened_thought
-from gkd.data.conversation import IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
+from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, in_parts, opened_thought
+from gkd.data.conversation import BORDER, IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError, DataError
 
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
@@ -65,6 +65,8 @@ class PromptRenderer:
         variables: data.chat_template_kwargs.
         system_prompt: data.system_prompt.
         tools: key that the tools come from, and its value; None: no prompt offers tools.
+        image_token: placeholder of the images that prompts may have; the tokens are then those of the model's
+            processor, which puts the beginning in front of what a template writes.
 
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
@@ -77,7 +79,9 @@ class PromptRenderer:
         variables: dict[str, Any],
         system_prompt: str = "",
         tools: Setting | None = None,
+        image_token: int | None = None,
     ) -> None:
+        self._image_token = image_token
         self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
@@ -106,6 +110,7 @@ class PromptRenderer:
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        self._end = (self._frame(("user",)).pieces or ("",))[-1].strip() if self._applies else ""
         # The template may write the beginning, and not the tokenizer. Of some models each turn begins with it.
         self._first = [] if tokenizer.bos_token in (None, *self._heads) else [tokenizer.bos_token_id]
         self._system = system_prompt
@@ -161,7 +166,7 @@ class PromptRenderer:
         self._check(text, messages, setting, where, prompt.tools)
         self._check_images(text, marked, setting, where, prompt.tools)
         self.dated = self.dated or (self._date if self._date in text else "")
-        ids = self._encode(text, setting, where, begins=True)
+        ids = self._encode(text, setting, where, begins=self._image_token is None)
         return Rendered(text, ids, prompt.converted, tuple(messages), prompt.tools)
 
     def changes(self, prompt: Rendered, name: str, value: Any) -> bool:
@@ -254,6 +259,9 @@ class PromptRenderer:
             problem = f"the response of {where} contains an end-of-sequence token before its end: {quoted(text)}."
             fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
             raise ConfigError(*setting, problem, fix)
+        if self._image_token in ids:
+            problem = f"the response of {where} has the token of an image, and no image: {quoted(text)}."
+            raise ConfigError(*setting, problem, "remove it from the text.")
         if ids[-1] not in ends:
             eos = self._tokenizer.eos_token_id
             ids.append(names.get(own or end, ends[0] if eos is None else eos))
@@ -322,7 +330,7 @@ class PromptRenderer:
     ) -> str:
         variables = {**self._variables, **({"tools": list(tools)} if tools else {}), **more}
         if self._reads_parts:
-            messages = [{**each, "content": _text_parts(each["content"])} for each in messages]
+            messages = [*map(in_parts, messages)]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=generate, tokenize=False, **variables
@@ -337,10 +345,11 @@ class PromptRenderer:
         for message in messages:
             content = message["content"]
             marker = self._marker.search(content)
-            if marker or self.is_rendered(content):
+            is_prompt = len(self._end) >= _SHORTEST_HEAD and content.rstrip().endswith(self._end)
+            if marker or is_prompt or self.is_rendered(content):
                 found = f"with {marker[0]}, which separates messages" if marker else "rendered already"
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
-                fix = "correct the row. Text that is rendered already must be one string, not a message."
+                fix = "correct the row. A rendered text must be one string; data.chat_template=never takes it as it is."
                 raise ConfigError(*setting, problem, fix)
         frame = self._frame(tuple(message["role"] for message in messages), tools)
         around = "".join(frame.pieces) or text  # A user's text may have the name of a tool.
@@ -439,12 +448,8 @@ def _has_system(messages: Sequence[Message]) -> bool:
 
 def _parts_of(content: str) -> list[dict[str, str]]:
     """Return a text with marks of images as parts, as templates take them."""
-    texts = re.split(f"({IMAGE})", content)
+    texts = re.split(f"({IMAGE})|{BORDER}", content)
     return [{"type": "image"} if each == IMAGE else {"type": "text", "text": each} for each in texts if each]
-
-
-def _text_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _forms(message: Message) -> list[str]:

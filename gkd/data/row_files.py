@@ -18,7 +18,7 @@ from gkd.config.schema_sections import DataConfig
 from gkd.errors import ConfigError, DataError
 from gkd.types import Prompt
 
-_BATCH_ROWS = 256  # A parquet file is read in such batches.
+_BATCH_ROWS = 32  # A parquet file is read in such batches; a row may have images of megabytes.
 
 Row = dict[str, Any]
 
@@ -51,7 +51,8 @@ def _parquet(file: str, key: str, reads: Callable[[str], bool] | None) -> Iterat
 
     line = 0
     try:
-        with pq.ParquetFile(file) as source:
+        # pyarrow keeps all that it reads ahead, that is the whole file, unless told otherwise.
+        with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as source:
             names = source.schema_arrow.names
             used = [name for name in names if reads is None or reads(name)]
             if len(set(used)) < len(used):  # Of a row only the last value would be left.

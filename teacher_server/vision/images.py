@@ -16,6 +16,8 @@ from teacher_server.wire.protocol import MAX_IMAGE_BYTES, image_digest
 FORMATS = ("JPEG", "PNG", "WEBP")  # each decoder is code that reads bytes of a client
 MAX_PIXELS = 1 << 26  # 64 megapixels: 192 MiB decoded
 MAX_SIDE = 1 << 15
+# Limit of Qwen's processor, too. LLaVA's enlarges the short side, and a thin image to gigabytes.
+MAX_RATIO = 200
 _MODES = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "LA", "PA", "RGBA")
 _ORIENTATION = 0x0112  # tag of EXIF
 _N_ORIENTATIONS = 8  # the last four exchange width and height
@@ -124,6 +126,8 @@ def _opened(data: bytes) -> Any:
     width, height = image.size
     if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
         raise ImageError(f"it has {width} x {height} pixels, more than {MAX_PIXELS}, or a side of more than {MAX_SIDE}")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ImageError(f"it has {width} x {height} pixels, and one side is more than {MAX_RATIO} times the other")
     if image.mode not in _MODES or (image.format == "PNG" and data[_PNG_BITS] > 8):
         raise ImageError(f"its pixels have the mode {image.mode}, and 8 bits a channel are needed")
     if (n_frames := getattr(image, "n_frames", 1)) > 1:

@@ -140,13 +140,13 @@ class ImageProcessor:
     def check(self, ids: np.ndarray, images: Sequence[EncodedImage]) -> None:
         """Raise ImageError unless expanded ids have the tokens of these images, in order: another processor made them.
 
-        Images that follow each other without a token between them cannot be told apart. On grids they have no positions
-        then; of images of one size the sum is compared.
+        Images that follow each other without a token between them are one run, and have no positions on grids then.
         """
         is_image = ids == self.token_id
         found = np.diff(np.flatnonzero(np.diff(is_image, prepend=False, append=False)))[::2].tolist()
         needed = [self.n_tokens(image) for image in images]
-        if found != needed and not (self._fixed and sum(found) == sum(needed)):
+        runs = [each % self._fixed for each in found] if self._fixed else [1]  # images of one size fill whole runs
+        if found != needed and (any(runs) or sum(found) != sum(needed)):
             raise ImageError(f"its images have {found} tokens, and this model's processor makes {needed} of them")
 
     def probe(self) -> list[float]:
