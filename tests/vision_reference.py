@@ -1,4 +1,4 @@
-"""What plain transformers computes of sequences with images."""
+"""Compute sequences with images with plain transformers, and train on them."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.vision.images import ImageError
 from teacher_server.vision.processor import ImageProcessor
 
+image_processor = lru_cache(maxsize=4)(ImageProcessor)
 _SAME_PIXELS = 0.02  # Of normalized pixels, a step of 8 bits is 0.008 to 0.015.
 
 
@@ -30,7 +31,7 @@ def check_image_processors(config: Config, teachers: Sequence[TeacherInfo]) -> N
     """Raise ConfigError unless each teacher prepares images as the student does: it scores the same pixels."""
     if not config.data.images_key:
         return
-    own = own_probe(config.model.path)
+    own = image_processor(config.model.path).probe()
     for route, teacher in zip(config.derived.routes, teachers, strict=True):
         if not teacher.image_probe:
             fix = "start its server with --images, or remove data.images_key."
@@ -42,15 +43,7 @@ def check_image_processors(config: Config, teachers: Sequence[TeacherInfo]) -> N
 
 def _processor(config: Config) -> ImageProcessor:
     try:
-        return cached_processor(config.model.path)
+        return image_processor(config.model.path)
     except ImageError as error:
         fix = "use a vision-language model, or remove data.images_key."
         raise config.error("model.path", f"{error}.", fix) from error
-
-
-cached_processor = lru_cache(maxsize=4)(ImageProcessor)
-
-
-def own_probe(path: str) -> list[float]:
-    """Return the probe of a folder's processor, see `ImageProcessor.probe`. Raises ImageError."""
-    return cached_processor(path).probe()

@@ -21,7 +21,7 @@ from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.hf.model_folder import read_config_json, weights_digest
 from gkd.log import get_logger
-from gkd.preflight.images import own_probe
+from gkd.preflight.images import image_processor
 from gkd.run.disk import replace_file
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.link import server_command
@@ -176,7 +176,7 @@ def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
         n_streams=1,
         dtype=config.model.dtype,
         is_server=False,
-        image_probe=own_probe(path) if config.data.images_key else (),
+        image_probe=image_processor(path).probe() if config.data.images_key else (),
         **facts,
     )
 

@@ -34,7 +34,7 @@ A, B, C = (EncodedImage(picture(40, 50, seed)) for seed in range(3))  # of one s
 PROMPTS = ["A.", "B.", "C.", "A.B", "B.A", "A.A", "AB.", "BB.", "A" + 90 * ".", "A" + 90 * ".", "B" + 90 * ".", "."]
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     model = save_vision_model(tmp_path_factory.mktemp("llava"))
     options = ("--images", "--engine", request.param, "--dtype", "float32")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -206,7 +205,8 @@ def test_ids_of_other_images_are_refused(here: Path) -> None:
     for other, images in wrong:
         with pytest.raises(ImageError, match="tokens"):
             ours.check(other, images)
-    ours.check(np.delete(ids, 5), [small, wide, wide])  # one run of three images
+    with pytest.raises(ImageError, match="tokens"):  # such a run has no positions on grids
+        ours.check(np.delete(ids, 5), [small, wide, wide])
 
 
 def load(here: Path, kind: str, *rows: Any, ends: Any = None, template: str = "", **data: Any) -> list[Prompt]:
@@ -356,21 +356,3 @@ def test_a_file_that_changes_is_not_sent(here: Path) -> None:
             with pytest.raises(ImageError, match=words):
                 send()
     assert prompt.images[1].data == FILES["a.png"]
-
-
-def test_the_driver_does_not_keep_the_bytes_of_images(here: Path) -> None:
-    """Fails if memory grows with images in a parquet file: 100,000 rows of 200 KB would be 20 GB."""
-    rng = np.random.default_rng(0)
-    images = [[FILES["a.png"] + rng.bytes(200_000)] for _ in range(1500)]
-    pq.write_table(pa.table({"prompt": ["x"] * 1500, "images": images}), here / "rows.parquet", row_group_size=50)
-    run = [sys.executable, "-c", f"from tests.unit.test_images import grown; grown({str(here)!r})"]
-    assert int(subprocess.run(run, stdout=subprocess.PIPE, timeout=200, check=True).stdout) < 100 << 20
-
-
-def grown(folder: str) -> None:
-    """Print by how many bytes a process grows that loads 300 MB of images."""
-    load(Path(folder), "llava", {"prompt": "x", **ONE})
-    before = psutil.Process().memory_info().rss
-    prompts = load(Path(folder), "llava")
-    assert sum(prompt.images[0].n_bytes for prompt in prompts) > 300_000_000
-    print(psutil.Process().memory_info().rss - before)
