@@ -42,6 +42,7 @@ def _probe(folder: Path, later: Path) -> dict[str, Any]:
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.messages import Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
+    from gkd.rollout.vllm.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
     from tests.e2e.weight_sender import WeightSender
 
@@ -50,6 +51,7 @@ def _probe(folder: Path, later: Path) -> dict[str, Any]:
     engine = RolloutEngine(str(folder), config, **place)
     prompts, sampling = make_prompts(folder), Sampling(2, 1.0, 1.0, 12, seed=11)
     result: dict[str, Any] = {"rollouts": list(engine.generate(prompts, sampling)), "refused": []}
+    result["scored"] = [logprobs[:, 0] for _, logprobs in prompt_logprobs(engine.llm, result["rollouts"], 4, {})]
     two = prompts[2]
     cut = np.delete(two.token_ids, 3)
     longer = np.insert(two.token_ids, 3, two.token_ids[3])
@@ -89,6 +91,10 @@ def test_an_engine_computes_images_as_transformers(tmp_path: Path, kind: str) ->
     models = [AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in folders]
     processor = AutoImageProcessor.from_pretrained(folders[0])
     assert max(_errors(models, processor, rollout).max() for rollout in result["rollouts"]) < 1e-5
+    for rollout, scored in zip(result["rollouts"], result["scored"], strict=True):  # teacher.backend: rollout
+        whole = logits_of(models[0], processor, rollout).log_softmax(-1)
+        own = whole.gather(1, torch.from_numpy(rollout.response_ids.astype(np.int64))[:, None])[:, 0]
+        np.testing.assert_allclose(scored, own.detach(), atol=1e-5)
     assert all("prompt 2" in message and "images" in message for message in result["refused"])
     placeholders = {getattr(models[0].config, name, -1) for name in ("image_token_id", "video_token_id")}
     assert len(result["sampled"]) > 2000 and placeholders.isdisjoint(result["sampled"].tolist())

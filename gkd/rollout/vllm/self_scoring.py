@@ -16,6 +16,7 @@ from gkd.data.score_checks import check_own
 from gkd.errors import ClusterError, TeacherError
 from gkd.rollout.vllm.engine import RolloutEngine
 from gkd.types import Rollout, TeacherScores, TeacherTopK
+from teacher_server.vision.vllm_input import image_input
 from teacher_server.wire.protocol import Signal
 
 
@@ -74,8 +75,10 @@ def prompt_logprobs(
         for name, rollout in zip(names, rollouts, strict=True):
             check_own(rollout, f"prompt {rollout.prompt_id}")
             tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids]).tolist()
+            prompt: Any = {"type": "token", "prompt_token_ids": tokens}
             try:
-                engine.add_request(name, {"type": "token", "prompt_token_ids": tokens}, params.clone(), **options)
+                prompt = image_input(engine.renderer, tokens, rollout.images) if rollout.images else prompt
+                engine.add_request(name, prompt, params.clone(), **options)
             except (ValueError, VLLMValidationError) as error:
                 raise TeacherError(f"the rollout engine cannot score prompt {rollout.prompt_id}: {error}") from error
             added.append(name)
