@@ -130,7 +130,7 @@ def _opened(data: bytes) -> Any:
         raise ImageError(f"it has {width} x {height} pixels, and one side is more than {MAX_RATIO} times the other")
     if image.mode not in _MODES or (image.format == "PNG" and data[_PNG_BITS] > 8):
         raise ImageError(f"its pixels have the mode {image.mode}, and 8 bits a channel are needed")
-    if (n_frames := getattr(image, "n_frames", 1)) > 1:
+    if (n_frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":  # A phone's second one is a preview.
         raise ImageError(f"it has {n_frames} frames")
     return image
 

@@ -124,6 +124,7 @@ def test_damage_behind_the_header() -> None:
     files = [encoded(PLAIN, form, exif=cut) for form in FORMATS for cut in exif]
     behind = (b"x" * 1000, picture(9, 9, form="JPEG")[:-2])
     files += [picture(20, 30, form=form) + more for form in FORMATS for more in behind]
+    files += [encoded(PLAIN, "MPO", save_all=True, append_images=[PLAIN])]  # a phone's photograph with a preview
     for data in [*files, png(30, 20, 8, 2, bytes(50_000_000))]:  # The last one has more pixels than it declares.
         check_image(data)
         assert decode(data).size == (30, 20) and image_size(data) == (20, 30)
