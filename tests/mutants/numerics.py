@@ -239,4 +239,26 @@ MUTANTS = (
             ("weights_of_a_part", "parts = columns.gather(own)", "parts = [own] * columns.size"),
         )
     ),
+    # Images: positions on grids, features after a weight sync, digests of requests, sampled placeholders.
+    Mutant(
+        "vision_positions_of_text",
+        "teacher_server",
+        "if grids is None:",
+        "if grids is not False:",
+        ("dist/test_vision_student.py",),
+    ),
+    *(
+        Mutant(f"vision_{name}", "gkd/rollout/vllm", old, new, ("e2e/test_vision_engine.py",))
+        for name, old, new in (
+            ("features_of_old_weights", 'if self._vision == "trained":', 'if self._vision == "never":'),
+            ("placeholders_are_sampled", 'if vision != "none":  # a', 'if vision == "never":  # a'),
+        )
+    ),
+    Mutant(
+        "vision_digest_of_the_ids_alone",
+        "teacher_server",
+        "digest.update(image)",
+        'digest.update(b"")',
+        ("service/test_image_requests.py",),
+    ),
 )
