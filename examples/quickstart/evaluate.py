@@ -15,9 +15,9 @@ from examples.quickstart.addition import Problem, build_tokenizer, extract_answe
 MAX_RESPONSE_TOKENS = 40  # the longest correct response has 32, including end-of-sequence
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     """Return the model of a Hugging Face folder in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 def greedy_score(model: Any, problems: Sequence[Problem]) -> tuple[float, float]:
