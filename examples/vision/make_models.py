@@ -26,7 +26,7 @@ from examples.vision.pictures import PATCH, SIDE, Problem, accuracy, build_proce
 from gkd.errors import ModelError
 
 N_TRAIN, N_VALIDATION = 4096, 192  # the last rows of the training file; the teacher is not trained on them
-HELDOUT_SEED, N_HELDOUT = 1, 192
+HELDOUT_SEED, N_HELDOUT = 1, 256
 TEACHER = ModelRecipe(
     hidden_size=64,
     intermediate_size=128,
@@ -36,9 +36,9 @@ TEACHER = ModelRecipe(
     batch_size=64,
     peak_lr=1e-3,
     decay_from_accuracy=0.8,
-    decay_steps=100,
+    decay_steps=150,
     eval_every=50,
-    stop_accuracy=0.97,
+    stop_accuracy=0.98,
     step_limit=1000,
     min_accuracy=0.95,
     max_accuracy=1.0,

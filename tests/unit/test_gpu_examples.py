@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,16 @@ MODELS = {
 
 
 def _ranks(config: Config) -> tuple[RankFootprint, ...]:
-    """Return the footprints. Of a model that reads images the files have the tensors, and the tower is left out."""
-    sizes = MODELS[Path(config.model.path).name]
-    tensors = None
+    """Return the footprints. Of a model that reads images the tensors are counted, which its files have."""
+    folder = folder_of(sizes := MODELS[Path(config.model.path).name])
     if "text_config" in sizes:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**sizes))
-        named = model.named_parameters()
-        tensors = {name: tuple(parameter.shape) for name, parameter in named if "visual" not in name}
-    return footprint(config, RunModels(folder_of(sizes, tensors)), CARD)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        text = {name: shape for name, shape in shapes.items() if ".visual." not in name}
+        vision_params = sum(map(prod, shapes.values())) - sum(map(prod, text.values()))
+        folder = replace(folder, tensors=text, vision_params=vision_params)
+    return footprint(config, RunModels(folder), CARD)
 
 
 @pytest.mark.parametrize("name", NAMES)
