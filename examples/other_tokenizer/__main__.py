@@ -26,7 +26,7 @@ def run(overrides: Sequence[str]) -> None:
     began, run_dir = time.time(), RUNS / f"{datetime.now():%Y%m%d-%H%M%S}"
     prepare()
     with peak_memory() as peak_gib, teacher_server(RUNS) as port:
-        train(CONFIG, run_dir, port, overrides)
+        processes.train(CONFIG, run_dir, port, overrides)
     found = outcome.read(run_dir, BASE / "heldout.jsonl", time.time() - began, peak_gib[0])
     print(outcome.as_text(found), flush=True)
 
@@ -48,22 +48,12 @@ def prepare() -> None:
 def teacher_server(folder: Path) -> Iterator[int]:
     """Run the server of SmolLM2, whose log is in `folder`, and yield its port."""
     folder.mkdir(parents=True, exist_ok=True)
-    ready, log = folder / f"teacher-{os.getpid()}.json", folder / f"teacher-{os.getpid()}.log"
-    ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "teacher_server", "--model", str(BASE / "whole"), "--port", "0", "--device", "cpu"]
-    server = processes.start([*command, "--dtype", "float32", "--ready-file", str(ready)], log=log)
+    server, port = processes.start_teacher(BASE / "whole", folder / str(os.getpid()))
     try:
-        processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
-        yield json.loads(ready.read_text())["port"]
+        yield port
     finally:
         server.terminate()
         server.wait(30)
-
-
-def train(config: Path, run_dir: Path, port: int, overrides: Sequence[str] = ()) -> None:
-    """Run the trainer until it ends. Raises ClusterError: it failed."""
-    command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *overrides]
-    processes.run([*command, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"], "training")
 
 
 def main() -> int:

@@ -51,23 +51,12 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     config, why = choose_config(torch.cuda.device_count())
     print(f"    {config}: {why}", flush=True)
     _say(2, "teacher server")
-    ready, log = RUNS / f"{run_dir.name}.teacher.json", RUNS / f"{run_dir.name}.teacher.log"
-    server = processes.start(
-        [python, "-m", "teacher_server", "--model", str(MODELS / "teacher"), "--port", "0"]
-        + [*teacher_flags(load_config(config, overrides)), "--ready-file", str(ready)],
-        log=log,
-    )
-    processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
-    port = json.loads(ready.read_text())["port"]
-    print(f"    ready on 127.0.0.1:{port}, log in {log}", flush=True)
+    flags = teacher_flags(load_config(config, overrides))
+    _, port = processes.start_teacher(MODELS / "teacher", run_dir, flags)
+    print(f"    ready on 127.0.0.1:{port}, log in {run_dir}.teacher.log", flush=True)
 
     _say(3, f"training: python -m gkd.main_gkd --config {config}")
-    processes.run(
-        [python, "-m", "gkd.main_gkd", "--config", config]
-        # Settings that this module relies on come last, so no override changes them.
-        + [*overrides, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}", "eval.metric=exact_match"],
-        "training",
-    )
+    processes.train(Path(config), run_dir, port, [*overrides, "eval.metric=exact_match"])  # the table has its accuracy
 
     _say(4, "checks: greedy accuracy of the teacher with transformers; 50 responses of the export against the engine")
     from examples.quickstart.addition import read_jsonl
@@ -103,7 +92,7 @@ def teacher_flags(config: Config) -> list[str]:
     """Return the flags of the teacher server: its share of a GPU, if the settings state one, otherwise the CPU."""
     share = config.cluster.teacher_gpu_share
     if not share:
-        return ["--device", "cpu", "--dtype", "float32"]
+        return [*processes.ON_CPU]
     return ["--device", "cuda", "--engine", "hf", "--dtype", "float32", "--gpu-memory-utilization", f"{share:g}"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from examples.quickstart.addition import Problem, build_tokenizer, extract_answe
 MAX_RESPONSE_TOKENS = 40  # the longest correct response has 32, including end-of-sequence
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     """Return the model of a Hugging Face folder in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 def greedy_score(model: Any, problems: Sequence[Problem]) -> tuple[float, float]:
@@ -40,7 +40,6 @@ def score(responses: Sequence[list[int]], problems: Sequence[Problem]) -> tuple[
     return right / len(problems), sum(answer is not None for answer in answers) / len(problems)
 
 
-@torch.no_grad()
 def greedy_decode(
     model: Any, prompt_ids: Sequence[list[int]], max_tokens: int = MAX_RESPONSE_TOKENS
 ) -> list[list[int]]:
@@ -53,9 +52,16 @@ def greedy_decode(
     config, longest = model.generation_config, max(map(len, prompt_ids))
     tokens = torch.tensor([[config.pad_token_id] * (longest - len(ids)) + ids for ids in prompt_ids])  # [B, P]
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids])
-    output = model.generate(tokens, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
-    rows = output[:, longest:].tolist()  # [B, R], padded after the end
-    return [row[: row.index(config.eos_token_id) + 1] if config.eos_token_id in row else row for row in rows]
+    return greedy_rows(model, {"input_ids": tokens, "attention_mask": mask}, max_tokens)
+
+
+@torch.no_grad()
+def greedy_rows(model: Any, inputs: Mapping[str, torch.Tensor], max_tokens: int) -> list[list[int]]:
+    """Do the same for a batch of prompts that is padded on the left already. Inputs are those of the model."""
+    end = model.generation_config.eos_token_id
+    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    rows = output[:, inputs["input_ids"].shape[1] :].tolist()  # [B, R], padded after the end
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 def count_equal(export: Path, samples: Path) -> tuple[int, int]:

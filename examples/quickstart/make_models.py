@@ -22,6 +22,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,35 @@ def _train(
         "accuracy": accuracy,
         "well_formed": well_formed,
     }
+
+
+def make_once(make: Callable[[Path], Mapping[str, Any]], module: str) -> int:
+    """Run `python -m MODULE --out DIR`: make the models of another example, unless they are there. Uses one thread.
+
+    Args:
+        make: fills a temporary folder, and returns the content of models.json.
+
+    Returns: the exit code.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Make the models.")
+    parser.add_argument("--out", type=Path, required=True, help="new folder")
+    out: Path = parser.parse_args().out
+    if (out / "models.json").is_file():
+        print(f"{out}: already made; delete the folder to make it again", flush=True)
+        return 0
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    work = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)  # does not exist unless an earlier call was killed
+    work.mkdir(parents=True)
+    try:
+        found = make(work)
+    except GkdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    (work / "models.json").write_text(json.dumps(found, indent=1) + "\n")
+    work.rename(out)
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:

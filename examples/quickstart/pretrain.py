@@ -7,11 +7,11 @@ Shape letters: B sequences of a batch, S padded sequence length, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from gkd.errors import ModelError
 
@@ -19,6 +19,8 @@ IGNORED = -100  # label that torch's cross entropy ignores
 PROGRESS_EVERY_S = 5.0
 
 Parts = Sequence[tuple[list[int], bool]]  # token ids of a sequence in parts, each with whether it is learned
+# Inputs of the model; and labels, [B, S] int64, IGNORED where nothing is learned.
+Batch = tuple[Mapping[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,27 +85,41 @@ def train_from_scratch(
     train: Sequence[Parts],
     score: Callable[[Qwen3ForCausalLM], tuple[float, float]],
 ) -> tuple[Qwen3ForCausalLM, int, float]:
-    """Train a new model on complete sequences until it reaches the validation accuracy of the recipe.
+    """Train a new Qwen3 on complete sequences, see `train_model`.
+
+    Returns: the model, the number of steps, its validation accuracy.
+    """
+    model = build_model(recipe, tokenizer)
+    batches = _batches(train, tokenizer.pad_token_id, recipe.batch_size, recipe.seed)
+    return model, *train_model(role, recipe, model, batches, lambda: score(model))
+
+
+def train_model(
+    role: str,
+    recipe: ModelRecipe,
+    model: PreTrainedModel,
+    batches: Iterator[Batch],
+    score: Callable[[], tuple[float, float]],
+) -> tuple[int, float]:
+    """Train a model until it reaches the validation accuracy of the recipe.
 
     Cross entropy of the learned tokens, averaged over the batch; AdamW without decay.
 
     Args:
         score: returns the validation accuracy of the model, and its share of well-formed responses.
 
-    Returns: the model, the number of steps, its validation accuracy.
+    Returns: the number of steps, the validation accuracy.
     Raises: ModelError if `recipe.step_limit` is reached first.
     """
-    model = build_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    batches = _batches(train, tokenizer.pad_token_id, recipe.batch_size, recipe.seed)
     started = last_line = time.monotonic()
     accuracy = 0.0
     decay_start: int | None = None
     for step in range(1, recipe.step_limit + 1):
         for group in optimizer.param_groups:
             group["lr"] = recipe.peak_lr * lr_share(recipe, step, decay_start)
-        tokens, labels = next(batches)
-        logits = model(input_ids=tokens, use_cache=False).logits  # [B, S, V]
+        inputs, labels = next(batches)
+        logits = model(**inputs, use_cache=False).logits  # [B, S, V]
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
         )
@@ -120,12 +136,12 @@ def train_from_scratch(
                 flush=True,
             )
         if step % recipe.eval_every == 0:
-            accuracy, well_formed = score(model)
+            accuracy, well_formed = score()
             cooled = recipe.decay_from_accuracy is None or (
                 decay_start is not None and step - decay_start >= recipe.decay_steps
             )
             if cooled and accuracy >= recipe.stop_accuracy and well_formed >= recipe.min_well_formed:
-                return model, step, accuracy
+                return step, accuracy
             decays = recipe.decay_from_accuracy is not None and accuracy >= recipe.decay_from_accuracy
             if decays and decay_start is None:
                 decay_start = step
@@ -146,10 +162,8 @@ def lr_share(recipe: ModelRecipe, step: int, decay_start: int | None) -> float:
     return max(recipe.final_lr_share, 1.0 - (step - decay_start) / recipe.decay_steps)
 
 
-def _batches(
-    train: Sequence[Parts], pad_id: int, batch_size: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield shuffled (tokens, labels) endlessly, both [B, S] int64; labels are IGNORED where nothing is learned."""
+def _batches(train: Sequence[Parts], pad_id: int, batch_size: int, seed: int) -> Iterator[Batch]:
+    """Yield shuffled batches endlessly."""
     longest = max(sum(len(ids) for ids, _ in parts) for parts in train)
     tokens, labels = torch.full((len(train), longest), pad_id), torch.full((len(train), longest), IGNORED)
     for row, parts in enumerate(train):
@@ -162,4 +176,4 @@ def _batches(
     generator = torch.Generator().manual_seed(seed)
     while True:
         for rows in torch.randperm(len(train), generator=generator).split(batch_size):
-            yield tokens[rows], labels[rows]
+            yield {"input_ids": tokens[rows]}, labels[rows]

@@ -8,6 +8,7 @@ daemons, so `process_family` stops them. A child receives SIGTERM when the paren
 from __future__ import annotations
 
 import ctypes
+import json
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import psutil
 
 from gkd.errors import ClusterError, GkdError
 
+ON_CPU = ("--device", "cpu", "--dtype", "float32")  # flags of a teacher server
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -120,6 +122,28 @@ def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeo
         if time.monotonic() > deadline:
             raise ClusterError(f"{what} was not ready within {timeout_s:g} s")
         time.sleep(0.1)
+
+
+def start_teacher(model: Path, name: Path, flags: Sequence[str] = ON_CPU) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a teacher server, and wait until it is ready. NAME.teacher.log is its log.
+
+    Returns: the process, its port.
+    Raises:
+        ClusterError: it does not start.
+    """
+    ready, log = Path(f"{name}.teacher.json"), Path(f"{name}.teacher.log")
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "teacher_server", "--model", str(model), "--port", "0", *flags]
+    server = start([*command, "--ready-file", str(ready)], log=log)
+    wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
+    return server, json.loads(ready.read_text())["port"]
+
+
+def train(config: Path, run_dir: Path, port: int, overrides: Sequence[str] = ()) -> None:
+    """Run the trainer until it ends. Raises ClusterError: it failed."""
+    command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *overrides]
+    # What the examples rely on comes last, so no override changes it.
+    run([*command, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"], "training")
 
 
 def _as_interrupt(signum: int, frame: FrameType | None) -> None:

@@ -56,25 +56,12 @@ def _run(task: str, overrides: list[str], results: Path | None) -> None:
     write_prompts(MODELS)
 
     print("\n[2/4] teacher server", flush=True)
-    ready, log = RUNS / f"{run_dir.name}.teacher.json", RUNS / f"{run_dir.name}.teacher.log"
-    server = processes.start(
-        [python, "-m", "teacher_server", "--model", str(MODELS / "whole"), "--port", "0", "--device", "cpu"]
-        + ["--dtype", "float32", "--ready-file", str(ready)],
-        log=log,
-    )
-    processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
-    port = json.loads(ready.read_text())["port"]
-    print(f"    ready on 127.0.0.1:{port}, log in {log}", flush=True)
+    _, port = processes.start_teacher(MODELS / "whole", run_dir)
 
     config = HERE / f"{task}.yaml"
     print(f"\n[3/4] training: python -m gkd.main_gkd --config {config}", flush=True)
     with peak_memory() as peak_gib:
-        processes.run(
-            [python, "-m", "gkd.main_gkd", "--config", str(config), *overrides]
-            # Settings that this module relies on come last, so no override changes them.
-            + [f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"],
-            "training",
-        )
+        processes.train(config, run_dir, port, overrides)
     processes.run([python, "-m", "gkd.tools.report", str(run_dir)], "the report")
 
     print("\n[4/4] held-out prompts before and after\n", flush=True)

@@ -46,23 +46,11 @@ def _run(overrides: list[str], results: Path | None) -> None:
     processes.run([python, "-m", "examples.tools.make_models", "--out", str(MODELS)], "making the models")
 
     print("\n[2/4] teacher server", flush=True)
-    ready, log = RUNS / f"{run_dir.name}.teacher.json", RUNS / f"{run_dir.name}.teacher.log"
-    server = processes.start(
-        [python, "-m", "teacher_server", "--model", str(MODELS / "teacher"), "--port", "0", "--device", "cpu"]
-        + ["--dtype", "float32", "--ready-file", str(ready)],
-        log=log,
-    )
-    processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
-    port = json.loads(ready.read_text())["port"]
+    _, port = processes.start_teacher(MODELS / "teacher", run_dir)
 
     print(f"\n[3/4] training: python -m gkd.main_gkd --config {CONFIG}", flush=True)
     trained_s = time.time()
-    processes.run(
-        [python, "-m", "gkd.main_gkd", "--config", str(CONFIG), *overrides]
-        # Settings that this module relies on come last, so no override changes them.
-        + [f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"],
-        "training",
-    )
+    processes.train(CONFIG, run_dir, port, overrides)
     trained_s = time.time() - trained_s
 
     print("\n[4/4] the trained student with a calculator that computes something else", flush=True)

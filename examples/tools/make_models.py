@@ -8,23 +8,15 @@ problems, the student only until its calls are well-formed, but mostly wrong. A 
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-
-import torch
-from transformers.utils.logging import disable_progress_bar
 
 from examples.quickstart.evaluate import load
-from examples.quickstart.make_models import Recipe
+from examples.quickstart.make_models import Recipe, make_once
 from examples.quickstart.pretrain import ModelRecipe, train_from_scratch
 from examples.tools.products import Problem, Script, accuracy, make_problems, write_jsonl
-from gkd.errors import GkdError, ModelError
+from gkd.errors import ModelError
 
 N_TRAIN, N_HELDOUT, N_VALIDATION = 16384, 256, 128
 RECIPES = {
@@ -34,26 +26,16 @@ RECIPES = {
 }
 
 
-def make_models(out: Path, recipes: Mapping[str, ModelRecipe] = MappingProxyType(RECIPES)) -> None:
-    """Make the models and the prompt files in `out`, unless they are there. Uses one thread.
+def make_models(out: Path) -> dict[str, dict[str, float]]:
+    """Make the models and the prompt files in `out`, and return the measurements of the models.
 
     Raises:
         ModelError: a model does not reach its accuracy within the step limit.
     """
-    report = out / "models.json"
-    if report.is_file():
-        print(f"{out}: already made; delete the folder to make it again", flush=True)
-        return
-    torch.set_num_threads(1)
-    work = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)  # does not exist unless an earlier call was killed
-    work.mkdir(parents=True)
     train, heldout = make_problems(0, N_TRAIN, N_HELDOUT)
-    write_jsonl(train, work / "train.jsonl")
-    write_jsonl(heldout, work / "heldout.jsonl")
-    found = {role: _train(role, recipe, train, heldout, work / role) for role, recipe in recipes.items()}
-    (work / "models.json").write_text(json.dumps(found, indent=1) + "\n")
-    work.rename(out)
+    write_jsonl(train, out / "train.jsonl")
+    write_jsonl(heldout, out / "heldout.jsonl")
+    return {role: _train(role, recipe, train, heldout, out / role) for role, recipe in RECIPES.items()}
 
 
 def _train(
@@ -77,18 +59,5 @@ def _train(
     return {"steps": steps, "accuracy": solved}
 
 
-def main() -> int:
-    """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m examples.tools.make_models", description="Make the models.")
-    parser.add_argument("--out", type=Path, required=True, help="new folder")
-    disable_progress_bar()
-    try:
-        make_models(parser.parse_args().out)
-    except GkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(make_once(make_models, "examples.tools.make_models"))

@@ -86,6 +86,8 @@ class ImageProcessor:
         self._thread = ThreadPoolExecutor(1, "pixels")
         self._n_tokens: dict[bytes, int] = {}  # digest -> tokens
         self._cache: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
+        self._uncounted: list[bytes] = []  # images whose bytes are not in `_n_bytes` yet
+        self._n_bytes = 0
         self.waited_s = 0.0  # time that `pixels` has waited for the thread
         self.busy_s = 0.0  # time that the thread has computed
 
@@ -107,6 +109,7 @@ class ImageProcessor:
         for image in images:
             if image.digest not in self._cache:
                 self._cache[image.digest] = self._thread.submit(self._computed, image.data)
+                self._uncounted.append(image.digest)
             self._cache.move_to_end(image.digest)
             found.append(self._cache[image.digest])
         return found
@@ -175,14 +178,17 @@ class ImageProcessor:
         return Pixels(values, made.get("image_grid_thw"))
 
     def _trim(self) -> None:
-        """Leave out the images that were used the longest time ago."""
-        done = {key: future for key, future in self._cache.items() if future.done()}
-        sizes = {key: 0 if future.exception() else future.result().values.nbytes for key, future in done.items()}
-        n_bytes = sum(sizes.values())
-        for key, size in sizes.items():
-            if n_bytes > _CACHE_BYTES or not size:  # the error of an image that failed is not kept
+        """Leave out the images that were used the longest time ago, and the errors of those that failed."""
+        new, self._uncounted = self._uncounted, []
+        for key in new:
+            if not self._cache[key].done():
+                self._uncounted.append(key)
+            elif self._cache[key].exception():
                 del self._cache[key]
-                n_bytes -= size
+            else:
+                self._n_bytes += self._cache[key].result().values.nbytes
+        while self._n_bytes > _CACHE_BYTES and (oldest := next(iter(self._cache))) not in self._uncounted:
+            self._n_bytes -= self._cache.pop(oldest).result().values.nbytes
 
 
 def _unnamed_positions(config: Any) -> str:

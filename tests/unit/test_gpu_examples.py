@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.memory.footprint.estimate import RankFootprint, RunModels, footprint
 from gkd.memory.footprint.fit import check, needs
-from tests.unit.test_footprint import GIB, QWEN25_15B, ranks_of
+from tests.unit.test_footprint import GIB, QWEN25_15B, folder_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(file.parent.name for file in EXAMPLES.glob("*/config.yaml"))
@@ -46,7 +52,26 @@ MODELS = {
     "Qwen3-30B-A3B-Instruct-2507": _qwen3(
         2048, 6144, 48, 32, 4, moe_intermediate_size=768, mlp_only_layers=[], **_EXPERTS
     ),
+    "Qwen3-VL-2B-Instruct": {
+        "model_type": "qwen3_vl",
+        "text_config": _qwen3(2048, 6144, 28, 16, 8, model_type="qwen3_vl_text", max_position_embeddings=262144),
+        "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048},
+        "tie_word_embeddings": True,
+    },
 }
+
+
+def _ranks(config: Config) -> tuple[RankFootprint, ...]:
+    """Return the footprints. Of a model that reads images the tensors are counted, which its files have."""
+    folder = folder_of(sizes := MODELS[Path(config.model.path).name])
+    if "text_config" in sizes:
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**sizes))
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        text = {name: shape for name, shape in shapes.items() if ".visual." not in name}
+        vision_params = sum(map(prod, shapes.values())) - sum(map(prod, text.values()))
+        folder = replace(folder, tensors=text, vision_params=vision_params)
+    return footprint(config, RunModels(folder), CARD)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,8 +80,8 @@ def test_an_example_is_valid_and_leaves_a_margin(name: str) -> None:
     config = load_config(EXAMPLES / name / "config.yaml")
     check_config(config)
     sizes = MODELS[Path(config.model.path).name]
-    assert config.derived.max_sequence_length <= sizes["max_position_embeddings"]
-    found = ranks_of(config, sizes, gpu_bytes=CARD)
+    assert config.derived.max_sequence_length <= sizes.get("text_config", sizes)["max_position_embeddings"]
+    found = _ranks(config)
     assert check(found, CARD, config) == []
     assert max(need.n_bytes for need in needs(found, CARD, config) if need.limit > CARD / 2) <= 0.87 * CARD
 
@@ -66,7 +91,7 @@ def test_the_pages_have_the_predicted_peaks() -> None:
     page = (EXAMPLES.parent / "docs/sizing.md").read_text()
     for name in NAMES:
         config = load_config(EXAMPLES / name / "config.yaml")
-        found = ranks_of(config, MODELS[Path(config.model.path).name], gpu_bytes=CARD)
+        found = _ranks(config)
         n_bytes = max(need.n_bytes for need in needs(found, CARD, config) if need.who.startswith("actor"))
         share, peak = n_bytes / CARD, n_bytes / GIB
         (row,) = re.findall(rf"^\| `examples/{name}`.*$", page, re.MULTILINE)

@@ -226,7 +226,7 @@ def test_the_gpus_are_among_the_visible_ones(
     assert caught.value.key == "cluster.gpus" and "unset CUDA_VISIBLE_DEVICES" in caught.value.fix
 
 
-@pytest.mark.parametrize("name", ["quickstart", "real_model", "tools", "other_tokenizer"])
+@pytest.mark.parametrize("name", ["quickstart", "real_model", "tools", "other_tokenizer", "vision"])
 def test_the_help_of_an_example_starts_nothing(name: str, tmp_path: Path) -> None:
     """Fails if --help of an example makes models and starts a teacher server, or has another command in its usage."""
     command = [sys.executable, "-m", f"examples.{name}", "--help"]

@@ -1,0 +1,1 @@
+"""A small run with images, and settings for GPUs."""
