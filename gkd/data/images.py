@@ -79,17 +79,14 @@ class ImageReader:
             problem = f"the prompt of {where} has the text {PLACEHOLDER} and no image for it."
             raise ConfigError(*setting, problem, "give the row its image, or remove the text.")
         if (missing := sum(value is None for value in given)) != len(values):
-            problem = (
-                f"the prompt of {where} has {missing} places for the {len(values)} images of the column {self.key}."
-            )
+            problem = f"the prompt of {where} has {missing} places for {len(values)} images of {self.key}."
             raise ConfigError(*setting, problem, "write one part, or <image>, for each of them.")
         rest = iter(values)
         images = tuple(self._image(next(rest) if value is None else value, where) for value in given)
         self.n_read += len(images)
-        if len({*images}) > MAX_IMAGES or sum(image.n_bytes for image in {*images}) > MAX_IMAGES_BYTES:
-            problem = (
-                f"the prompt of {where} has {len(images)} images of {sum(image.n_bytes for image in images)} bytes."
-            )
+        n_bytes = sum(image.n_bytes for image in {*images})
+        if len({*images}) > MAX_IMAGES or n_bytes > MAX_IMAGES_BYTES:
+            problem = f"the prompt of {where} has {len(images)} images of {n_bytes} bytes."
             limit = f"{MAX_IMAGES} images of {MAX_IMAGES_BYTES >> 20} MiB"
             raise ConfigError(*setting, problem, f"a request to the teacher holds {limit}: use fewer, or smaller ones.")
         if not prompt.messages:

@@ -62,7 +62,9 @@ class ImageProcessor:
         vision = getattr(config, "vision_config", None)
         if vision is None or getattr(config, "image_token_id", None) is None:
             raise ImageError(f"a {config.model_type} model reads no images")
-        kind = config.model_type if config.model_type != "llava" or _is_clip(vision) else vision.model_type
+        kind = config.model_type
+        if kind == "llava" and vision.model_type != "clip_vision_model":
+            kind = vision.model_type
         if kind not in COMPARED:
             why = _DIFFERENCES.get(kind, "what vLLM computes of them was not compared with transformers")
             known = f"supported are {', '.join(COMPARED)}"
@@ -172,9 +174,7 @@ class ImageProcessor:
             self.busy_s += time.perf_counter() - start
         values = made["pixel_values"]
         if self._size and values.shape != (1, 3, self._size, self._size):
-            raise ImageError(
-                f"its processor makes pixels of {[*values.shape]}, and the tower reads {self._size} a side"
-            )
+            raise ImageError(f"its processor makes {[*values.shape]} pixels, and the tower reads {self._size}")
         return Pixels(values, made.get("image_grid_thw"))
 
     def _trim(self) -> None:
@@ -196,10 +196,6 @@ def _unnamed_positions(config: Any) -> str:
     rope = config.text_config.rope_parameters or {}
     needed = ["mrope_section", *(["mrope_interleaved"] if config.model_type != "qwen2_5_vl" else [])]
     return ", ".join(name for name in needed if not rope.get(name))
-
-
-def _is_clip(vision: Any) -> bool:
-    return bool(vision.model_type == "clip_vision_model")
 
 
 def _made_up() -> list[EncodedImage]:
