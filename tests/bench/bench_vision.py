@@ -56,7 +56,7 @@ def runs() -> list[dict[str, Any]]:
         if kind == "llava" or find_spec("torchvision"):
             with tempfile.TemporaryDirectory() as root:
                 errors = compare(Path(root), kind, engine, options)
-            row = {"model": kind, "teacher": engine or "local", "options": " ".join(options)}
+            row = {"model": kind, "server": engine or "local", "options": " ".join(options)}
             found.append(row | {name: float(f"{error:.1e}") for name, error in errors.items()})
             print(found[-1], flush=True)
     return found
