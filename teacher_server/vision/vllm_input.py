@@ -1,16 +1,18 @@
-"""Make vLLM's input of expanded token ids and encoded images, once for all sequences of a prompt.
+"""Make vLLM's input of expanded token ids and encoded images.
 
 vLLM's own way takes ids with one placeholder an image, expands them, and never tells if its expansion is another one.
-Here its processor only prepares the pixels. Its placeholders are then looked for in the ids that the caller has, and
-must all be there.
+Here its processor only prepares the pixels, and its placeholders must all be in the ids that the caller has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from teacher_server.vision.images import EncodedImage, ImageError, decode
+
+_decoded = lru_cache(maxsize=8)(lambda image: decode(image.data))  # the samples of a prompt follow each other
 
 
 def image_input(renderer: Any, ids: list[int], images: Sequence[EncodedImage]) -> Any:
@@ -29,7 +31,7 @@ def image_input(renderer: Any, ids: list[int], images: Sequence[EncodedImage]) -
     from vllm.multimodal.processing.inputs import ProcessorInputs
 
     processor = renderer.get_mm_processor()
-    items = processor.info.parse_mm_data({"image": [decode(image.data) for image in images]})
+    items = processor.info.parse_mm_data({"image": [_decoded(image) for image in images]})
     names = parse_mm_uuids({"image": [image.digest.hex() for image in images]})
     inputs = ProcessorInputs(ids, items, names, cache=renderer._mm_processor_cache)
     try:
@@ -39,8 +41,8 @@ def image_input(renderer: Any, ids: list[int], images: Sequence[EncodedImage]) -
     except (ValueError, RuntimeError, AssertionError) as error:
         raise ImageError(f"vLLM's processor does not find its images in the prompt: {error}") from error
     ranges = {kind: [place.to_range() for place in found] for kind, found in places.items()}
-    token = int(processor.info.get_hf_config().image_token_id)
+    n = ids.count(processor.info.get_hf_config().image_token_id)
     # A run that is longer than an image needs has the image's placeholder as its beginning.
-    if (found := sum(each.get_num_embeds() for each in ranges["image"])) != (n := ids.count(token)):
+    if (found := sum(each.get_num_embeds() for each in ranges["image"])) != n:
         raise ImageError(f"the prompt has {n} tokens of images, and vLLM's processor makes {found} of them")
     return mm_input(prompt_token_ids=ids, mm_kwargs=made.kwargs, mm_hashes=made.hashes, mm_placeholders=ranges)

@@ -64,7 +64,7 @@ def run_batch(
             batch = own[i] if i < len(own) else filler
             targets = batch.targets
             assert targets is not None  # checked
-            later = without_targets(own[i + 1 : i + 2])
+            later = without_targets(own[i + 1 : i + 2]) if model.image_processor is not None else ()
             loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=fused)
             totals += torch.cat([token_counts(batch, targets, device), values])
             if backward:

@@ -30,7 +30,6 @@ from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.group import GroupSpec
 from teacher_server.vision.vllm_input import image_input
 
-_KEPT_INPUTS = 64  # prompts with images: a prompt's samples start one after the other
 _WAIT_S = 0.02  # A call of another thread waits at most this long for an engine without a turn to generate.
 
 
@@ -89,13 +88,13 @@ class RolloutEngine:
             vision=vision,
         )
         n_rows = self.llm.model_config.get_vocab_size()
-        self._masked: Sequence[int] = range(n_vocab or n_rows, n_rows)
+        self._masked: range | tuple[int, ...] = range(n_vocab or n_rows, n_rows)
         self._vision = vision
-        self._inputs: dict[int, tuple[Prompt, Any]] = {}  # prompt id -> the prompt and vLLM's input
+        self._input: tuple[Prompt | None, Any] = None, None  # the last prompt with images, and vLLM's input
         if vision != "none":  # a sampled placeholder would stand for an image that there is none of
             hf = self.llm.model_config.hf_config
             names = ("image_token_id", "video_token_id")
-            self._masked = [*self._masked, *(int(i) for name in names if (i := getattr(hf, name, None)) is not None)]
+            self._masked = (*self._masked, *(int(i) for name in names if (i := getattr(hf, name, None)) is not None))
         self.request_options: dict[str, Any] = {} if lora is None else {"lora_request": adapter_request()}
         self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
 
@@ -167,14 +166,14 @@ class RolloutEngine:
         self._running[request_id] = request
 
     def _image_input(self, prompt: Prompt) -> Any:
-        """Return vLLM's input of a prompt with images, which its samples share. Raises ImageError, a ValueError."""
-        known, made = self._inputs.get(prompt.prompt_id, (None, None))
-        if known is not prompt:
+        """Return vLLM's input of a prompt with images. Raises ImageError, a ValueError.
+
+        The samples of a prompt start one after the other and share it; pixels of many prompts would take gigabytes.
+        """
+        if self._input[0] is not prompt:
             made = image_input(self.llm.llm_engine.renderer, prompt.token_ids.tolist(), prompt.images)
-            self._inputs[prompt.prompt_id] = prompt, made
-            while len(self._inputs) > _KEPT_INPUTS:
-                del self._inputs[next(iter(self._inputs))]
-        return made
+            self._input = prompt, made
+        return self._input[1]
 
     @property
     def n_running(self) -> int:

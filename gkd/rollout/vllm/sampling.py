@@ -93,7 +93,7 @@ class Request:
         )
 
 
-def vllm_params(request: Request, eos_ids: Sequence[int], masked: Sequence[int] = ()) -> Any:
+def vllm_params(request: Request, eos_ids: Sequence[int], masked: range | tuple[int, ...] = ()) -> Any:
     """Return vLLM's SamplingParams for the next turn of a sequence.
 
     The seed is specific to sequence and turn, so the tokens do not depend on the engine that generates them.
@@ -102,14 +102,14 @@ def vllm_params(request: Request, eos_ids: Sequence[int], masked: Sequence[int] 
         eos_ids: the turn ends with the first of these, inclusive.
         masked: ids that are never sampled, and count nothing in the logprobs.
     """
-    params = copy(_common_params(request.sampling, tuple(eos_ids), tuple(masked)))
+    params = copy(_common_params(request.sampling, tuple(eos_ids), masked))
     params.seed = sequence_seed(request.sampling.seed, request.sample_index, request.n_turns)
     params.max_tokens = request.sampling.max_tokens - request.n_tokens
     return params
 
 
 @lru_cache(maxsize=8)  # constructing and checking them takes longer than generating a token with a small model
-def _common_params(sampling: Sampling, eos_ids: tuple[int, ...], masked: tuple[int, ...]) -> Any:
+def _common_params(sampling: Sampling, eos_ids: tuple[int, ...], masked: range | tuple[int, ...]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
