@@ -1,0 +1,64 @@
+"""Refuse settings and teachers that cannot have the images of prompts, before a process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.preflight.images import check_image_processors, image_reader
+from gkd.scoring.teacher.info import TeacherInfo
+from teacher_server.vision.processor import ImageProcessor
+from tests.refusals import refuses
+from tests.vision_models import save_vision_model
+
+IMAGES = ("data.images_key=images", "actor.strategy=fsdp2", "data.truncation=drop")
+PAIR = "teacher.tokenizer=teacher"
+REFUSED = [
+    (("actor.strategy=megatron",), "data.images_key"),
+    (("actor.cp=2", "trainer.n_gpus_per_node=2"), "data.images_key"),
+    (("rollout.environment=a:B",), "data.images_key"),
+    ((PAIR,), "data.images_key"),
+    (("teacher.backend=http", "teacher.url=http://a:1"), "teacher.backend"),
+    (("data.truncation=left",), "data.truncation"),
+    (("actor.lora.rank=4", "model.freeze_vision=false"), "model.freeze_vision"),
+    (("data.images_key=", "model.freeze_vision=false"), "model.freeze_vision"),
+]
+
+
+@pytest.mark.parametrize(("more", "key"), REFUSED, ids=lambda value: value if isinstance(value, str) else value[0])
+def test_settings_without_images(tmp_path: Path, more: tuple[str, ...], key: str) -> None:
+    """Fails if a part of a run would not see the images, or a setting of images has no effect."""
+    base = [f"data.train_files=[{tmp_path}/a.jsonl]", f"model.path={tmp_path}", f"trainer.run_dir={tmp_path}/r"]
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    check_config(load_config(None, [*base, *IMAGES]))
+    with refuses(key):
+        check_config(load_config(None, [*base, *IMAGES, *more]))
+
+
+def test_teachers_with_another_processor(tmp_path: Path) -> None:
+    """Fails if a teacher without images or with other pixels scores, or a model that was not compared is a student."""
+    folder = save_vision_model(tmp_path)
+    config = load_config(
+        None, ["data.train_files=[a]", f"model.path={folder}", f"trainer.run_dir={tmp_path}/r", *IMAGES]
+    )
+    probe = ImageProcessor(str(folder)).probe()
+    step = [number + 0.01 for number in probe]  # of 8 bits
+    for found, is_accepted in ((probe, True), (step, True), ([], False), ([*probe[:-1], probe[-1] + 0.1], False)):
+        info = TeacherInfo("", "t", "", "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", True, image_probe=found)
+        if is_accepted:
+            check_image_processors(config, [info])
+            continue
+        with refuses("teacher.name"):
+            check_image_processors(config, [info])
+    own = json.loads((folder / "config.json").read_text())
+    for kind, words in (("gemma3", "causally"), ("qwen3", "no images")):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps(own | {"model_type": kind}))
+        other = ["data.train_files=[a]", f"model.path={tmp_path / kind}", "trainer.run_dir=r", *IMAGES]
+        with refuses("model.path") as caught:
+            image_reader(load_config(None, other))
+        assert words in caught.value.problem
