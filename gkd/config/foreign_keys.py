@@ -51,14 +51,12 @@ tensor_model_parallel_size | actor.tp |
 pipeline_model_parallel_size | actor.pp |
 context_parallel_size | actor.cp |
 expert_model_parallel_size | actor.ep |
-micro_batch_size | actor.micro_batch_size |
 global_batch_size | trainer.global_batch_size | Divide it by the responses per prompt: prompts are counted here.
 lr | actor.optim.lr |
 min_lr | actor.optim.min_lr_ratio | Divide it by lr.
 lr_decay_style | actor.optim.schedule |
 lr_warmup_iters | actor.optim.warmup_steps |
 lr_warmup_fraction | actor.optim.warmup_steps | Multiply it by the number of steps.
-clip_grad | actor.optim.clip_grad |
 """,
     "Hugging Face Trainer (TRL, ms-swift, ROLL)": """\
 model_name_or_path | model.path actor.strategy | fsdp2 takes every causal language model of transformers.
@@ -67,7 +65,6 @@ gradient_accumulation_steps x processes / responses per prompt.
 gradient_accumulation_steps | trainer.global_batch_size | It multiplies the global batch.
 learning_rate | actor.optim.lr |
 lr_scheduler_type | actor.optim.schedule | constant_with_warmup becomes constant. cosine_with_min_lr becomes cosine.
-warmup_steps | actor.optim.warmup_steps |
 warmup_ratio | actor.optim.warmup_steps | Multiply it by the number of steps.
 weight_decay | actor.optim.weight_decay |
 adam_beta1 | actor.optim.betas | It is the first of two.
@@ -75,7 +72,6 @@ adam_beta2 | actor.optim.betas | It is the second of two.
 max_grad_norm | actor.optim.clip_grad |
 num_train_epochs | trainer.total_epochs | Epochs are integers.
 max_steps | trainer.total_steps | Raise trainer.total_epochs, so that the data suffice.
-seed | data.seed |
 top_p | rollout.top_p |
 top_k | rollout.top_k | -1 becomes 0. The number of the teacher is teacher.topk.
 num_processes | trainer.n_gpus_per_node rollout.n_gpus_per_node | Divide it by the number of nodes.

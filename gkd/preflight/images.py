@@ -38,7 +38,7 @@ def check_image_processors(config: Config, teachers: Sequence[TeacherInfo]) -> N
             raise route.error("name", f"teacher {teacher.model_name} takes no images.", fix)
         if len(own) != len(teacher.image_probe) or not np.allclose(own, teacher.image_probe, rtol=0, atol=_SAME_PIXELS):
             problem = f"teacher {teacher.model_name} prepares images in another way: other sizes, filters or means."
-            raise route.error("name", problem, "copy preprocessor_config.json from one of the two models.")
+            raise route.error("name", problem, "copy the settings of one of the two processors.")
 
 
 def _processor(config: Config) -> ImageProcessor:

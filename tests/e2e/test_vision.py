@@ -147,6 +147,8 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
     losses, weights, engine_error, teacher_error = recompute(folder, run_dir, frozen=frozen)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     own = np.array([row["loss/total"] for row in steps if row["step"]])
+    if "trainer.scheduler=one_step_off" not in options:  # also after weight syncs
+        assert max(abs(row["loss/engine_kl"]) for row in steps if row["step"]) < 1e-5
     source, exported = load_file(folder.student / "model.safetensors"), load_file(run_dir / "export/model.safetensors")
     assert exported.keys() == source.keys()
     moved = {name for name in source if not torch.equal(source[name], exported[name])}

@@ -312,8 +312,8 @@ def test_the_teachers_own_prompt(here: Path) -> None:
 PROMPT, IMAGES, RESPONSE = "data.prompt_key", "data.images_key", "data.response_key"
 LEARNS = {"response_key": "", "ends": [1]}
 WRONG: list[tuple[str, Any, Any, str, dict[str, Any]]] = [  # key, prompt, images, words, settings
-    (PROMPT, "<image>x", None, "no image for it", {}), (PROMPT, "<image><image>x", "a.png", "2 places for the 1", {}),
-    (PROMPT, "<image>x", [*FILES], "1 places for the 2", {}), (PROMPT, [said("*|<image>x")], [*FILES], "<image>", {}),
+    (PROMPT, "<image>x", None, "no image for it", {}), (PROMPT, "<image><image>x", "a.png", "2 places for 1", {}),
+    (PROMPT, "<image>x", [*FILES], "1 places for 2", {}), (PROMPT, [said("*|<image>x")], [*FILES], "<image>", {}),
     (PROMPT, [said("A|x")], "b.png", "0 places", {}), (PROMPT, [said("*|x", index=1)], "a.png", "next image is 0", {}),
     (PROMPT, "\ue002x", "a.png", "U+E002", {}), (PROMPT, [said("*|x", type=["image"])], "a.png", "only text", {}),
     (PROMPT, [said("x"), said("A|y", "assistant")], None, "an image in the response", LEARNS),
