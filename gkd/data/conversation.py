@@ -331,7 +331,8 @@ def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: 
             continue
         is_text = filled <= {"type", "text"} and fields.get("type", "text") == "text"
         if not is_text or not isinstance(fields.get("text"), str):
-            raise _refused(setting, where, f"has {quoted(part)} in message {i}, and only text is supported")
+            what = "only text is supported" + (" without data.images_key" if images is None else "")
+            raise _refused(setting, where, f"has {quoted(part)} in message {i}, and {what}")
         texts.append(fields["text"])
     # Templates write parts one after the other; vLLM's server, for those that take texts alone, with line feeds.
     return (BORDER if len(images or ()) > n_images else "\n").join(texts)

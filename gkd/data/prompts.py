@@ -59,7 +59,7 @@ _PART = "a part of the prompt", "write it into the prompt, and remove or rename 
 _LEARNING = "what is learned", "write weight, 0 or 1, into messages (data.messages_key); remove the row or the column."
 _ASKS = {
     "tools": ("tools", "name the column in data.tools_key, with tools in its form, or remove or rename the column."),
-    "media": ("media", "use prompts of text alone; rename the column if the prompt does without it."),
+    "media": ("media", "name it in data.images_key; rename the column if the prompt does without it."),
     "variables": ("variables of the template", "set data.chat_template_kwargs for all rows, or rename the column."),
     **dict.fromkeys(ON_LEARNING, _LEARNING),
 }
