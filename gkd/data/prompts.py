@@ -361,6 +361,8 @@ class RowReader:
             problem = "no row of data.train_files has an image."
             fix = "name the column of the images, or remove the key."
             raise ConfigError("data.images_key", self.config.images_key, problem, fix)
+        if self._images is not None:
+            log.info("%s: %d images", key, self._images.n_read)
         self._routes.log(key)
         self._views.log(key)
 
