@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,8 @@ def test_a_save_is_committed_while_a_rank_hangs(actor: ActorPool, tmp_path: Path
     """Fails if a save is lost because a rank hangs in its step, or the driver waits for the end of that step."""
     folder = tmp_path / "actor"
     folder.mkdir()
-    for worker in actor.workers:  # each of them may still write for the test before
-        with pytest.raises(CheckpointError):
+    for worker in actor.workers:  # the second one may still write for the test before; the first one has no save
+        with suppress(CheckpointError):
             ray.get(worker.save_finished.remote(True), timeout=30)
     actor.save(folder)
     until = tmp_path / "free"
