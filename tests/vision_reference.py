@@ -64,7 +64,8 @@ def train(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, **adamw)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step, sequences in enumerate(steps, 1):
         n_tokens = sum(rollout.n_own for rollout, _ in sequences)
         losses.append(0.0)

@@ -189,15 +189,15 @@ class PromptRenderer:
 
     def _with_images(self, message: Message, where: str) -> str:
         """Return what the template writes for a message's texts and images, which some templates put in front."""
-        content, role = message["content"], message["role"]
+        content = message["content"]
         if IMAGE not in content:
             return str(content)
-        before, after = self._frame((role,)).pieces or ("", "")
+        before, after = self._frame((message["role"],)).pieces or ("", "")
         parts = _parts_of(content)
         texts = {MARK.format(i): part["text"] for i, part in enumerate(parts) if part["type"] == "text"}
         names = iter(texts)
         marked = [{"type": "text", "text": next(names)} if part["type"] == "text" else part for part in parts]
-        found = self._apply([{"role": role, "content": marked}], (), where=where).removeprefix(before)
+        found = self._apply([{"role": message["role"], "content": marked}], (), where=where).removeprefix(before)
         for name, text in texts.items():
             found = found.replace(name, text)
         return found.removesuffix(after)

@@ -22,9 +22,14 @@ def image_reader(config: Config) -> ImageReader | None:
     """Return the reader of the images of rows; None if prompts have none. Raises ConfigError: see `ImageProcessor`."""
     if not config.data.images_key:
         return None
+    try:
+        processor = image_processor(config.model.path)
+    except ImageError as error:
+        fix = "use a vision-language model, or remove data.images_key."
+        raise config.error("model.path", f"{error}.", fix) from error
     # The run folder is made last, and it is on a disk, which a folder for temporary files need not be.
     folder = next(each for each in Path(config.trainer.run_dir).absolute().parents if each.is_dir())
-    return ImageReader(_processor(config), config.data.images_key, folder)
+    return ImageReader(processor, config.data.images_key, folder)
 
 
 def check_image_processors(config: Config, teachers: Sequence[TeacherInfo]) -> None:
@@ -39,11 +44,3 @@ def check_image_processors(config: Config, teachers: Sequence[TeacherInfo]) -> N
         if len(own) != len(teacher.image_probe) or not np.allclose(own, teacher.image_probe, rtol=0, atol=_SAME_PIXELS):
             problem = f"teacher {teacher.model_name} prepares images in another way: other sizes, filters or means."
             raise route.error("name", problem, "copy the settings of one of the two processors.")
-
-
-def _processor(config: Config) -> ImageProcessor:
-    try:
-        return image_processor(config.model.path)
-    except ImageError as error:
-        fix = "use a vision-language model, or remove data.images_key."
-        raise config.error("model.path", f"{error}.", fix) from error

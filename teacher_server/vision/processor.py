@@ -204,7 +204,8 @@ def _made_up() -> list[EncodedImage]:
     made = []
     for height, width in ((60, 90), (300, 200), (480, 640)):
         y, x = np.mgrid[0:height, 0:width]
-        red, green = 255 * x // width, 255 * y // height
+        red = 255 * x // width
+        green = 255 * y // height
         blue = ((x // 7 + y // 5) % 2 * 160 + (x * y) % 64).astype(np.int64)
         file = io.BytesIO()
         Image.fromarray(np.stack([red, green, blue], -1).astype(np.uint8)).save(file, "PNG", compress_level=1)

@@ -155,7 +155,8 @@ def pixels() -> dict[str, Any]:
             images = [EncodedImage(photograph(step * N_IMAGES + i)) for i in range(N_IMAGES)]
             n_tokens = processor.n_tokens(images[0])
             for name, times in seconds.items():
-                rollouts, scores = [], []
+                rollouts = []
+                scores = []
                 for i, image in enumerate(images):
                     shown = [processor.token_id if name == "images" else 65] * n_tokens
                     ids = np.array([*rng.integers(1, 200, 8), *shown, *rng.integers(1, 200, 8)], np.int32)

@@ -63,7 +63,8 @@ def _train(rank: int, world_size: int, folder: Path, case: int) -> tuple[list[fl
 
     _, vision, packed, settings = CASES[case]
     student = build_student("fsdp2", folder, rank, world_size, vision=vision, packing=packed, **settings)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for sequences in make_sequences(folder):
         own = sequences[rank::world_size]
         groups = [[0, 1], [2]] if len(own) == 3 else [[i] for i in range(len(own))]

@@ -111,7 +111,8 @@ def recompute(
     """
     student, teacher = (AutoModelForImageTextToText.from_pretrained(each) for each in (folder.student, folder.teacher))
     processor = AutoImageProcessor.from_pretrained(folder.student)
-    steps, errors = [], [0.0, 0.0]
+    steps = []
+    errors = [0.0, 0.0]
     for step in range(1, 4):
         read = [read_sequences(file) for file in sorted((run_dir / "batches").glob(f"step_*{step}/*.npz"))]
         steps.append([pair for rollouts, scores in read for pair in zip(rollouts, scores or (), strict=True)])

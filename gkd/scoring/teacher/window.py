@@ -66,7 +66,9 @@ def grouped(rollouts: Sequence[Rollout], n_per_request: Sequence[int], k: int = 
         images = images | {*rollout.images}
         is_full = len(images) > MAX_IMAGES or sum(image.n_bytes for image in images) > MAX_IMAGES_BYTES
         if not group or is_full or len(group) == n_per_request[rollout.route] or held + n_tokens > most_tokens:
-            group, held, images = [], 0, {*rollout.images}
+            group = []
+            held = 0
+            images = {*rollout.images}
             groups.append(group)
         group.append(index)
         open_groups[key] = group, held + n_tokens, images
