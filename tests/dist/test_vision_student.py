@@ -58,13 +58,17 @@ def make_sequences(folder: Path) -> list[list[tuple[Rollout, TeacherScores]]]:
     return steps
 
 
-def _train(rank: int, world_size: int, folder: Path, case: int) -> tuple[list[float], list[float], dict[str, Any]]:
+def _train(
+    rank: int, world_size: int, folder: Path, case: int
+) -> tuple[list[float], list[float], list[float], dict[str, Any]]:
+    """Return the loss, gradient norm and number of image tokens of each step, and on rank 0 the weights."""
     from gkd.data.collate import MicroBatches
 
     _, vision, packed, settings = CASES[case]
     student = build_student("fsdp2", folder, rank, world_size, vision=vision, packing=packed, **settings)
     losses = []
     norms = []
+    n_image_tokens = []
     for sequences in make_sequences(folder):
         own = sequences[rank::world_size]
         groups = [[0, 1], [2]] if len(own) == 3 else [[i] for i in range(len(own))]
@@ -72,8 +76,10 @@ def _train(rank: int, world_size: int, folder: Path, case: int) -> tuple[list[fl
         stats = student.train_step(MicroBatches(rollouts, scores, groups, packed=packed, pad_id=0))
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
+        n_image_tokens.append(stats.extra["rollout/image_tokens"])
+        assert 0 < stats.extra["perf/image_wait_s"] < 60
     exported = as_numpy(weights(student))  # collective
-    return losses, norms, exported if rank == 0 else {}
+    return losses, norms, n_image_tokens, exported if rank == 0 else {}
 
 
 def _reference(folder: Path, vision: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -91,7 +97,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     def measure(case: int) -> Any:
         folder = tmp_path_factory.mktemp(f"case{case}")
         save_vision_model(folder, CASES[case][0])
-        return run_ranks(_train, 2, folder, case), _reference(folder, CASES[case][1])
+        return run_ranks(_train, 2, folder, case), _reference(folder, CASES[case][1]), folder
 
     return Measured(measure)
 
@@ -99,12 +105,19 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 @pytest.mark.dist
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: "-".join(map(str, CASES[case][:3])))
 def test_a_student_on_images_equals_transformers(measured: Measured, case: int) -> None:
-    """Fails if features, positions, borders of packs or gradients are others, or what shall be frozen is trained."""
-    ranks, (losses, norms, expected) = measured[case]
-    for own_losses, own_norms, _ in ranks:
+    """Fails if features, positions, borders of packs or gradients are others, or what shall be frozen is trained.
+
+    Also if the metrics count the tokens of images twice, or on one rank alone.
+    """
+    ranks, (losses, norms, expected), folder = measured[case]
+    steps = make_sequences(folder)
+    token_id = ImageProcessor(str(folder)).token_id
+    n_image_tokens = [sum(int((rollout.prompt_ids == token_id).sum()) for rollout, _ in step) for step in steps]
+    for own_losses, own_norms, counted, _ in ranks:
+        assert counted == n_image_tokens
         np.testing.assert_allclose(own_losses, losses, rtol=2e-6)
         np.testing.assert_allclose(own_norms, norms, rtol=2e-5)
-    exported = ranks[0][2]
+    exported = ranks[0][-1]
     trains = CASES[case][1] == "trained"
     assert any(any(tower in name for tower in TOWERS) for name in exported) is trains
     tails = {_tail(name): weight for name, weight in expected.items()}

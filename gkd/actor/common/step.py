@@ -34,7 +34,9 @@ from gkd.loss.token_loss import (
 from gkd.types import MicroBatch, TokenTargets, TrainStats
 
 _PIECE = 1 << 16  # numbers that are converted at a time, in cache
-_NOT_REPORTED = ("total", ENDED, LOSS_SIZE, KEPT_SIZE)
+# Sums over ranks that are numbers of the step as they are: tokens, and seconds divided by the ranks.
+IMAGE_SUMS = ("rollout/image_tokens", "perf/image_wait_s")
+_NOT_MEANS = ("total", ENDED, LOSS_SIZE, KEPT_SIZE, *IMAGE_SUMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class BatchSums:
 
     n_loss_tokens: int
     n_on_policy: int  # loss tokens that the student generated
-    values: dict[str, float]  # names of `DistillLoss.report_names` -> sums; "total" is the loss, nats
+    # Names of `DistillLoss.report_names`, and those of `IMAGE_SUMS` if images are read -> sums; "total": loss, nats.
+    values: dict[str, float]
 
     def plus(self, other: BatchSums) -> BatchSums:
         values = {name: value + other.values[name] for name, value in self.values.items()}
@@ -119,10 +122,11 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
             n = sums.values[ENDED]
         if name in ("token_kl", "overlap"):  # 0 where the teacher's tokenizer does not have the text
             n = sums.values.get(PAIRED, n)
-        if n and name not in _NOT_REPORTED and not name.startswith(("domain/", "turn/")):
+        if n and name not in _NOT_MEANS and not name.startswith(("domain/", "turn/")):
             means[f"loss/{name.replace(':', '.')}"] = value / n  # trackers refuse the colon of an import path
     if sums.values.get(LOSS_SIZE):
         means["loss/kept_share"] = sums.values[KEPT_SIZE] / sums.values[LOSS_SIZE]
+    means |= {name: sums.values[name] for name in IMAGE_SUMS if name in sums.values}
     return means | domain_numbers(loss.spec.domains, sums.values) | turn_numbers(loss.spec.turns, sums.values)
 
 

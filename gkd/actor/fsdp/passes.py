@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.step import (
+    IMAGE_SUMS,
     BatchSums,
     check_before,
     empty_micro_batch,
@@ -58,19 +59,27 @@ def run_batch(
         for batch in without_targets(micro_batches):
             _check(model, batch, micro_batches, loss, packing=packing, needs_scores=True)
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
+    reader = model.image_processor
+    waited_s = 0.0 if reader is None else -reader.waited_s
     own, filler = parts_of(micro_batches, model.columns), model.columns.part_of(empty_micro_batch())
     with passes_of(model):
         for i in range(max(1, agreement.largest)):
             batch = own[i] if i < len(own) else filler
             targets = batch.targets
             assert targets is not None  # checked
-            later = without_targets(own[i + 1 : i + 2]) if model.image_processor is not None else ()
+            later = without_targets(own[i + 1 : i + 2]) if reader is not None else ()
             loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=fused)
             totals += torch.cat([token_counts(batch, targets, device), values])
             if backward:
                 loss_sum.backward()
+    names = loss.report_names
+    if reader is not None:
+        n_image_tokens = sum(int((b.tokens == reader.token_id).sum()) for b in without_targets(micro_batches))
+        waited_s += reader.waited_s
+        totals = torch.cat([totals, totals.new_tensor([n_image_tokens, waited_s / dist.get_world_size()])])
+        names = (*names, *IMAGE_SUMS)
     n_tokens, n_on_policy, *sums = sum_over_group(totals, dist.group.WORLD).tolist()
-    return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(loss.report_names, sums, strict=True)))
+    return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(names, sums, strict=True)))
 
 
 @torch.no_grad()
