@@ -26,7 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, TokenSequence
 from teacher_server.engines.signals import MatrixStream, score_hidden
-from teacher_server.engines.vllm_process import record_loading
+from teacher_server.engines.vllm_process import correct_cpu_kernels, record_loading
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 
@@ -90,6 +90,7 @@ def die_with_engine() -> None:
 
 if is_child_of_engine():  # vLLM imports this file before it loads the model
     die_with_engine()
+correct_cpu_kernels()
 record_loading()
 
 

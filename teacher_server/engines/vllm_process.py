@@ -105,6 +105,32 @@ def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:
         executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
 
 
+@functools.cache
+def correct_cpu_kernels() -> None:
+    """Let vLLM compute on a CPU what it computes on a GPU; without effect there. Call it before a model is built.
+
+    vLLM 0.32's kernel of rotary embeddings rotates other numbers of tensors with a dimension for the heads (LFM2, and
+    attention with latents). Its router leaves out the bias of experts without groups, and knows no sigmoid for them.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+    route = CPURouter._compute_routing
+
+    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        return (self.forward_native if query.dim() > 2 else functools.partial(rotate, self))(positions, query, key)
+
+    def compute_routing(self: Any, *args: Any, **more: Any) -> Any:
+        is_plain = self.e_score_correction_bias is None and self.scoring_func == "softmax"
+        if not is_plain and not self.use_grouped_topk and self.scoring_func in ("softmax", "sigmoid"):
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # all experts are one group
+        return route(self, *args, **more)
+
+    setattr(RotaryEmbedding, "forward_cpu", forward)  # noqa: B010  (vLLM's method)
+    setattr(CPURouter, "_compute_routing", compute_routing)  # noqa: B010
+
+
 class Part(NamedTuple):
     """A part of a folder's tensor that vLLM has read. Distances are in elements."""
 
@@ -205,6 +231,8 @@ class _Recorder(TorchDispatchMode):
         self._computed: set[str] = set()  # places that were written again, with other numbers
         # All views of a tensor have its storage. The weak reference keeps the address from being used again.
         self._names: dict[int, tuple[str, StorageWeakRef]] = {}
+        # Of storages that are a rearranged copy of a part: tensor, the part, and the copy's strides.
+        self._copies: dict[int, tuple[str, Part, tuple[int, ...], StorageWeakRef]] = {}
 
     def watched(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the folder's tensors."""
@@ -241,12 +269,20 @@ class _Recorder(TorchDispatchMode):
             if not read and region in self._written[place]:
                 self._computed.add(place)
             self._written[place].add(region)
+        is_copy = bool(place) and func is torch.ops.aten.copy_.default
+        _, strides, offset = _layout(written[0]) if is_copy else ((), (), 0)
+        if is_copy and (copied := self._copies.get(_storage(args[1]))) and args[1].stride() == copied[2]:
+            name, part, _, _ = copied
+            parts = self._read[name][1]
+            parts[parts.index(part)] = part._replace(place=place, place_strides=strides, place_offset=offset - start)
         for tensor in read:
             name, _ = self._names[_storage(tensor)]
             part = Part(*_layout(tensor))
-            if place and func is torch.ops.aten.copy_.default:
-                _, strides, offset = _layout(written[0])
+            if is_copy:
                 part = Part(*_layout(tensor.expand(written[0].shape)), place, strides, offset - start)
+            elif func is torch.ops.aten.clone.default:  # gpt-oss: [E, I, H] of the folder is [E, H, I] in vLLM
+                copy = result.untyped_storage()
+                self._copies[copy._cdata] = name, part, result.stride(), StorageWeakRef(copy)
             self._read[name][1].append(part)
         return result
 

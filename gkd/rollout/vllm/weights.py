@@ -24,6 +24,7 @@ from torch.nn.functional import linear, silu
 from vllm.distributed import get_tp_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.platforms import current_platform
@@ -38,7 +39,7 @@ from gkd.rollout.vllm.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
-from teacher_server.engines.vllm_process import Part, load_record, record_loading
+from teacher_server.engines.vllm_process import Part, correct_cpu_kernels, load_record, record_loading
 
 
 def keep_cpu_weights_live() -> None:
@@ -104,8 +105,16 @@ class WeightReceiver(SleepMixin):
             loaded.update(model.load_weights(tensors))
 
         n_bytes = self._gkd_receive_all(plans, load)
+        derived: set[int] = set()
+        for module in model.modules():
+            if isinstance(module, MLAAttention):  # it computes with products of a weight, which are its parameters
+                module.process_weights_after_loading(self.model_runner.model_config.dtype)
+                derived |= set(map(id, module.parameters(recurse=False)))
         held = self._gkd_places()
-        missed = sorted(({unwrapped(name) for name, _ in model.named_parameters()} & held.keys()) - loaded)
+        # A layer with two names has its parameters twice, and vLLM reports one of them.
+        named = {unwrapped(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+        filled = derived | {id(named[name]) for name in loaded & named.keys()}
+        missed = sorted(name for name in named.keys() & held.keys() if id(named[name]) not in filled)
         # vLLM reports a fused parameter as loaded after one of its tensors.
         missed += sorted({name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)} - received)
         if missed:
@@ -184,8 +193,10 @@ def held_tensors(held: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterat
     """
     group = get_tp_group()
     device = next(iter(held.values())).device
+    # vLLM has some parameters in fewer bits than they are sent in, such as those of Apertus' activations.
+    exact = {place: tensor for place, tensor in held.items() if tensor.dtype.itemsize >= dtype.itemsize}
     for name, (shape, parts) in load_record().read.items():
-        sources = [(part, _view(held[part.place], part)) for part in parts if part.place in held]
+        sources = [(part, _view(exact[part.place], part)) for part in parts if part.place in exact]
         whole = torch.empty(shape, dtype=dtype, device="meta")
         if group.world_size == 1 and [(part.sizes, part.strides) for part, _ in sources] == [(shape, whole.stride())]:
             whole = sources[0][1].to(dtype).contiguous()  # no copy, as a rule
@@ -327,18 +338,35 @@ def _plain_experts(
     **__: Any,
 ) -> None:
     """Write the weighted sum of each token's experts to `output` [T, H]; accumulates in float32."""
-    if activation != MoEActivation.SILU or expert_map is not None or apply_router_weight_on_input:
+    if activation not in _ACTIVATIONS or expert_map is not None:
         raise ModelError(f"experts on CPU: {activation} with expert_map {expert_map is not None} is not supported")
     total = torch.zeros_like(output, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         token, rank = torch.where(topk_ids == expert)
-        gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-        hidden = linear(silu(gate) * up, w2[expert])
-        total.index_add_(0, token, hidden.float() * topk_weights[token, rank, None])
+        bias1, bias2 = (None if bias is None else bias[expert] for bias in (self.w1_bias, self.w2_bias))
+        hidden = _ACTIVATIONS[activation](linear(hidden_states[token], w1[expert], bias1))
+        hidden = linear(hidden, w2[expert], bias2).float()
+        # Llama 4's hidden states are weighted before.
+        total.index_add_(0, token, hidden if apply_router_weight_on_input else hidden * topk_weights[token, rank, None])
     output.copy_(total)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def _swiglu_oai(x: Tensor) -> Tensor:
+    """Return the activation of gpt-oss, whose columns of gate and up alternate."""
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+_ACTIVATIONS = {MoEActivation.SILU: _swiglu, MoEActivation.SWIGLUOAI: _swiglu_oai}
 
 
 # At import, because vLLM spawns its workers itself if tp > 1, and they need the handler of stack dumps, too.
 keep_cpu_weights_live()
+correct_cpu_kernels()
 record_loading()
 stacks.listen()
