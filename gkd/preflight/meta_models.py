@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gkd.actor.frozen.model import head_refusal
 from gkd.actor.fsdp.lora import check_targets
-from gkd.actor.fsdp.model import build_on_meta, layer_list
+from gkd.actor.fsdp.model import build_on_meta
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import check_weight_files, named_places
 from gkd.config.schema import Config
@@ -43,7 +43,7 @@ def check_fsdp_student(config: Config) -> tuple[int, int]:
     check_prefix(Path(config.model.path), named_places(hf)[0])
     if actor.lora.rank > 0:
         check_targets(hf, actor.lora)
-    probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=actor.packing, fused=actor.fused_lm_head)
+    probe_on_meta(hf, packing=actor.packing, fused=actor.fused_lm_head)
     text = hf.config.get_text_config()
     heads, kv_heads = distinct_sizes(text, "num_attention_heads"), distinct_sizes(text, "num_key_value_heads")
     columns = {
@@ -123,7 +123,7 @@ def _frozen(config: Config, path: str, key: str) -> PreTrainedModel:
     with checked_folder(key, path):
         hf = _built(config, Path(path))
         with head_refusal(key, Path(path)):
-            probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=config.actor.packing, fused=True)
+            probe_on_meta(hf, packing=config.actor.packing, fused=True)
     return hf
 
 

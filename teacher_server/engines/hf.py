@@ -9,6 +9,7 @@ Letters: B sequences, S padded length, H hidden size, C rows of a chunk, V vocab
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import math
 import re
@@ -70,11 +71,18 @@ class HfEngine:
     ) -> None:
         transformers_logging.disable_progress_bar()  # stderr has log lines alone, which may be JSON
         try:
-            # sdpa: the memory of attention is linear in S; transformers refuses models without it.
             self.image_processor = ImageProcessor(path) if images else None
-            loaded = auto_class(AutoConfig.from_pretrained(path), images=images).from_pretrained(
-                path, dtype=_DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
+            config = AutoConfig.from_pretrained(path)
+            load = partial(
+                auto_class(config, images=images).from_pretrained, path, dtype=_DTYPES[dtype], output_loading_info=True
             )
+            try:
+                loaded = load(attn_implementation=own_attention(config) or "sdpa")  # its memory is linear in S
+            except ValueError as error:
+                if "attention implementation" not in str(error):
+                    raise
+                log.info("hf: the model has eager attention alone, which takes memory for [heads, S, S] of a sequence")
+                loaded = load(attn_implementation="eager")
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise ServerError(f"model folder {path}: transformers cannot load the model: {error}") from error
         model: Any = loaded[0]
@@ -90,11 +98,16 @@ class HfEngine:
             kind = type(model).__name__
             raise ServerError(f"model folder {path}: engine hf finds no backbone in {kind}. Fix: use --engine vllm.")
         self._head = self._model.get_output_embeddings()
+        self._logits: Callable[[torch.Tensor], torch.Tensor] = self._head
         self.device = device
         self.dtype = dtype
         self.max_tokens = max_tokens
         self.vocab_size, self.hidden_size = map(int, self._head.weight.shape)
         self.has_plain_head = type(self._head) is torch.nn.Linear and self._head.bias is None
+        factor, cap = change_of_logits(model)
+        if (factor, cap) != (1.0, None):
+            self.has_plain_head = False
+            self._logits = lambda hidden: _changed(self._head(hidden), factor, cap)
         self._check_head_alone(path)
         self.prefix_block = self._find_prefix_block() if share_prompts and self._device.type == "cpu" else 0
         self._longrope_limit = _longrope_limit(self._backbone)
@@ -107,12 +120,12 @@ class HfEngine:
         return block
 
     def _check_head_alone(self, path: str) -> None:
-        """Check that the logits have no NaN, and come from the LM head alone: some models scale or cap them."""
+        """Check that the logits have no NaN, and come from the LM head alone but for known changes."""
         probe = torch.arange(1, min(9, self.vocab_size), device=self._device)[None]  # [1, 8]
         try:
             with torch.inference_mode():
                 whole = self._model(input_ids=probe, use_cache=False).logits[0].float()
-                alone = self._head(self._hidden(probe)[0]).float()
+                alone = self._logits(self._hidden(probe)[0]).float()
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             fix = "if it is not about memory or the device, copy config.json again."
             raise ServerError(f"model folder {path}: transformers cannot compute it: {error}. Fix: {fix}") from error
@@ -135,7 +148,7 @@ class HfEngine:
     @torch.inference_mode()
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """See `Engine.score`."""
-        scores = score_hidden(self._response_rows(batch), batch, self._head, params, self.vocab_size)
+        scores = score_hidden(self._response_rows(batch), batch, self._logits, params, self.vocab_size)
         if self._device.type == "cpu":
             # The C library keeps freed activations in pieces that those of another length do not fit into, so the
             # process would grow with each batch.
@@ -186,6 +199,40 @@ class HfEngine:
     def lm_head(self, wire: Wire) -> RowStream:
         """See `Engine.lm_head`."""
         return MatrixStream(self._head.weight, wire)
+
+
+def own_attention(config: Any) -> str | None:
+    """Return transformers' attention for a model: only "eager" has a soft cap of scores. None leaves the choice."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
+
+
+# Keys of config.json whose value multiplies logits, or divides them: Cohere, Falcon-H1, Granite.
+_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+_CAP = "final_logit_softcapping"
+
+
+def change_of_logits(model: Any) -> tuple[float, float | None]:
+    """Return what a model multiplies its logits by, and its soft cap (Gemma 2), which None says it has not.
+
+    Keys that the code of the model does not name have no effect.
+    """
+    config = model.config.get_text_config()
+    module = inspect.getmodule(type(model))
+    try:
+        code = inspect.getsource(module) if module is not None else ""
+    except OSError:
+        code = ""
+    values = {name: float(getattr(config, name, None) or 0) for name in (*_FACTORS, _CAP) if name in code}
+    factor = 1.0
+    for name, power in _FACTORS.items():
+        if value := values.get(name):
+            factor *= value**power
+    return factor, values.get(_CAP) or None
+
+
+def _changed(logits: torch.Tensor, factor: float, cap: float | None) -> torch.Tensor:
+    logits = logits * factor
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def auto_class(config: Any, *, images: bool = False) -> Any:

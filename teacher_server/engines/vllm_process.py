@@ -50,14 +50,17 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
 def architecture_arguments(folder: str, *, images: bool = False) -> dict[str, Any]:
     """Return arguments of vLLM that name the model's class: vLLM goes by `architectures`, transformers by `model_type`.
 
-    A folder with several models or with code of its own keeps the class that it names. Without images only the language
-    model of several is built: vLLM's processor of images needs a tokenizer, and the tower memory.
+    A folder with several models, with code of its own, or with a class that vLLM has under another name (Phi-3.5-MoE)
+    keeps the class that it names. Without images only the language model of several is built: vLLM's processor of
+    images needs a tokenizer, and the tower memory.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm import ModelRegistry
 
     config = read_json(Path(folder, "config.json"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
-    keeps = config.get("architectures") and ("text_config" in config or "auto_map" in config)
+    named, known = config.get("architectures") or [], ModelRegistry.get_supported_archs()
+    keeps = named and ("text_config" in config or "auto_map" in config or (name not in known and named[0] in known))
     if config.get("model_type") in WITHOUT_TORCHVISION and find_spec("torchvision") is None:
         _load_llava()
     found: dict[str, Any] = {"skip_tokenizer_init": not images}

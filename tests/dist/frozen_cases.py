@@ -155,7 +155,7 @@ def _once(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
 
     reference.refresh(tensors(), EMA)
     out["threads"] = [torch.get_num_threads(), set(n_threads), torch.get_num_threads()]
-    out["packs"] = caught(lambda: build(root / "gemma2"))
+    out["packs"] = caught(lambda: build(root / "falcon"))
     slow = {
         is_float: build(root / "qwen3", dtype=torch.bfloat16, float32_weights=is_float) for is_float in (True, False)
     }

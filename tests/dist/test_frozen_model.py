@@ -49,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("frozen")
     for kind in ("qwen3", "qwen2_tied"):
         make_hf_folder(root / kind, kind)
-    for kind in ("gpt2", "gemma2", "mixtral", "olmo2", *IMAGE_KINDS):
+    for kind in ("gpt2", "gemma2", "falcon", "mixtral", "olmo2", *IMAGE_KINDS):
         make_model_folder(root / kind, kind)
     make_hf_folder(root / "qwen3_other", "qwen3")
     tensors = load_file(root / "qwen3" / "model.safetensors")

@@ -41,8 +41,9 @@ from tests.dist.student_cases import as_numpy, build_student, grads_of, packed, 
 SINGLE = "model.safetensors"
 N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
-# name -> whether it supports packing and the fused head. The files of the last three differ from the parameters.
-ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False, "gpt_neox": True, "qwen3_moe": True, "mixtral": True}
+# name -> whether it supports the fused head. The files of the last three differ from the parameters.
+ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False, "mamba": True}
+ARCHITECTURES |= {"gpt_neox": True, "qwen3_moe": True, "mixtral": True}
 CONV1D_LORA = LoraConfig(rank=4, alpha=8.0, targets=["c_attn", "c_proj"])
 
 
@@ -102,10 +103,10 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     offloaded_losses = losses(offloaded, N_SHORT)
     plain = build("qwen3")
     result["offload"] = [offloaded_losses == losses(plain, N_SHORT), same_weights(weights(plain), weights(offloaded))]
-    for kind, whole in ARCHITECTURES.items():
-        student = build(kind, packing=whole, fused_lm_head=whole)
+    for kind, fused in ARCHITECTURES.items():
+        student = build(kind, fused_lm_head=fused)
         round_trip = same_weights(weights(student), load_file(root / kind / "model.safetensors"))
-        result["architectures"][kind] = (round_trip, losses(student, N_SHORT, pack=whole))
+        result["architectures"][kind] = (round_trip, losses(student, N_SHORT))
     student.save_hf(root / "mixtral_saved", root / "mixtral")
     saved = build("mixtral_saved")
     result["saved"] = same_weights(weights(student), weights(saved))
@@ -224,7 +225,6 @@ def _write(student: Any, folder: Path) -> None:
 def _measure_refusals(build: Any, root: Path) -> dict[str, tuple[str, str]]:
     """Return (type, text) of the error of each unsupported model or setting."""
     cases: dict[str, dict[str, Any]] = {
-        "gemma2 packed": {"kind": "gemma2"},
         "gemma2 fused": {"kind": "gemma2", "packing": False},
         "opt fused": {"kind": "opt"},
         "falcon packed": {"kind": "falcon"},
@@ -504,7 +504,6 @@ def test_what_is_refused(ranks: Any) -> None:
     assert refused == ranks[1]["refused"]
     name = "model.layers.1.mlp.up_proj.weight"
     for case, kind, texts in (
-        ("gemma2 packed", "ConfigError", ("actor.packing", "Gemma2", "actor.packing=false")),
         ("gemma2 fused", "ConfigError", ("actor.fused_lm_head", "gemma2")),
         ("opt fused", "ConfigError", ("actor.fused_lm_head", "opt")),
         ("falcon packed", "ConfigError", ("actor.packing", "falcon", "actor.packing=false")),

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from teacher_server.engines import hf
-from teacher_server.engines.base import ScoreParams
+from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
 from tests.processes import is_alive, wait_until
@@ -88,12 +89,20 @@ def test_an_engine_of_your_own_is_loaded_by_its_import_path(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("cap", "spread"), [(1.0, 0.3), (30.0, 0.05)])
-def test_a_model_that_caps_its_logits_is_refused_by_hf(tmp_path: Path, cap: float, spread: float) -> None:
-    """Fails if a model that caps its logits after the LM head is served with wrong logits, large or small."""
-    changes = {"final_logit_softcapping": cap, "initializer_range": spread, "vocab_size": 50}
-    model = save_engine_model(tmp_path, kind="Gemma2", **changes)
-    with pytest.raises(ServerError):
-        load_engine(engine_settings(model, "hf"))
+def test_a_model_with_soft_caps_is_served_with_them(tmp_path: Path, cap: float, spread: float) -> None:
+    """Fails if the cap of logits after the LM head, or that of attention scores, is left out."""
+    from transformers import AutoModelForCausalLM
+
+    changes = {"final_logit_softcapping": cap, "attn_logit_softcapping": 0.2, "initializer_range": spread}
+    model = save_engine_model(tmp_path, kind="Gemma2", vocab_size=50, **changes)
+    engine = load_engine(engine_settings(model, "hf"))
+    assert not engine.has_plain_head
+    ids = np.arange(1, 30, dtype=np.int32)
+    scores = engine.score([TokenSequence(ids, 4)], ScoreParams("sampled"))[0]
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    logits = plain(torch.from_numpy(ids).long()[None]).logits[0, 3:-1]
+    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[4:]).long()[:, None])[:, 0]
+    np.testing.assert_allclose(np.asarray(scores), expected.detach().numpy(), atol=2e-5)
 
 
 def test_a_model_whose_backbone_is_not_found_is_refused(tmp_path: Path) -> None:

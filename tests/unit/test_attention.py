@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.actor.common.attention import causal_attention
+from gkd.actor.common.attention import Scores, causal_attention
 
 LENGTHS = (5, 1, 9, 2)
+PRESENT = torch.zeros(())  # sinks of as many heads as there are
+SCORES = [
+    *(Scores(), Scores(0.1), Scores(window=1), Scores(window=3), Scores(window=9), Scores(0.2, cap=1.5)),
+    *(Scores(sinks=PRESENT), Scores(0.3, window=3, cap=0.7, sinks=PRESENT)),
+]
 
 
 def _inputs(n_heads: int, n_kv_heads: int, *, rows: int = 1, head_dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,14 +30,18 @@ def _borders() -> Tensor:
     return torch.tensor((0, *LENGTHS)).cumsum(0).int()
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float | None = None) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], made: Scores) -> Tensor:
     """Compute attention with one [S, S] mask and an explicit softmax."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     mask = torch.block_diag(*[torch.ones((n, n)).tril() for n in lengths]).bool()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -torch.inf)
-    return scores.softmax(dim=-1) @ v
+    if made.window is not None:
+        mask &= torch.ones_like(mask).triu(1 - made.window)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if made.scale is None else made.scale)
+    scores = scores if made.cap is None else made.cap * (scores / made.cap).tanh()
+    weights = scores.masked_fill(~mask, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    return (weights / (total if made.sinks is None else total + made.sinks.exp()[:, None, None])) @ v
 
 
 def _with_grads(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -43,13 +52,17 @@ def _with_grads(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("scale", [None, 0.1])
-def test_equals_dense_attention(heads: tuple[int, int], packed: bool, scale: float | None) -> None:
-    """Fails if a position sees the future or another sequence, heads are shared wrongly or scores scaled otherwise."""
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_equals_dense_attention(heads: tuple[int, int], packed: bool, scores: Scores) -> None:
+    """Fails if a position sees the future or another sequence, heads are shared wrongly, or scores are others."""
     inputs = tuple(tensor.requires_grad_() for tensor in _inputs(*heads, rows=1 if packed else 3))
     lengths = LENGTHS if packed else (sum(LENGTHS),)
-    actual = _with_grads(causal_attention(*inputs, _borders() if packed else None, scale=scale), inputs)
-    for a, b in zip(actual, _with_grads(_dense(*inputs, lengths, scale), inputs), strict=True):
+    if scores.sinks is not None:
+        sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64).requires_grad_()
+        scores = scores._replace(sinks=sinks)
+        inputs = (*inputs, sinks)
+    actual = _with_grads(causal_attention(*inputs[:3], _borders() if packed else None, scores=scores), inputs)
+    for a, b in zip(actual, _with_grads(_dense(*inputs[:3], lengths, scores), inputs), strict=True):
         assert float((a - b).abs().max()) <= 1e-12
 
 
@@ -64,12 +77,14 @@ def test_a_pack_is_one_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 12])  # 12: no kernel for it, so one call per sequence
 @pytest.mark.parametrize("knows_length", [True, False])
-def test_cuda(dtype: torch.dtype, head_dim: int, knows_length: bool) -> None:
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_cuda(dtype: torch.dtype, head_dim: int, knows_length: bool, window: int | None) -> None:
     """Fails if the flash kernel gets wrong boundaries, a wrong window or a wrong layout."""
     inputs = tuple(t.cuda().to(dtype).requires_grad_() for t in _inputs(4, 2, head_dim=head_dim))
     longest = max(LENGTHS) if knows_length else None
-    actual = _with_grads(causal_attention(*inputs, _borders().cuda(), max_length=longest, scale=0.1), inputs)
+    scores = Scores(0.1, window)
+    actual = _with_grads(causal_attention(*inputs, _borders().cuda(), max_length=longest, scores=scores), inputs)
     exact_inputs = tuple(t.detach().double().cpu().requires_grad_() for t in inputs)
-    exact = _with_grads(_dense(*exact_inputs, LENGTHS, 0.1), exact_inputs)
+    exact = _with_grads(_dense(*exact_inputs, LENGTHS, scores), exact_inputs)
     for a, b in zip(actual, exact, strict=True):
         assert float((a.double().cpu() - b).abs().max()) <= 0.02 * max(1.0, float(b.abs().max()))

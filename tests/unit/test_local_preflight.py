@@ -82,10 +82,9 @@ def test_a_broken_folder_is_named(folder: Path, tmp_path: Path, damage: Any, tex
 
 def test_what_cannot_be_packed_or_is_not_there(tmp_path: Path) -> None:
     """Fails if a teacher that does not support packed sequences is refused only on the ranks."""
-    gemma2 = make_model_folder(tmp_path / "gemma2", "gemma2")
     with refuses("actor.packing"):
-        look(gemma2)
+        look(make_model_folder(tmp_path / "falcon", "falcon"))
     with refuses("teacher.path"):
-        look(gemma2, "actor.packing=false")
+        look(make_model_folder(tmp_path / "gemma2", "gemma2"))
     with refuses("teacher.path", str(tmp_path / "nothing")):
         look(tmp_path / "nothing")

@@ -118,7 +118,6 @@ def test_valid_folders(root: Path) -> None:
         ("cut", (), "reference.path", r"model\.safetensors"),
         ("bare", (), "reference.path", r"tokenizer\.json"),
         ("strange", (), "reference.path", r"'w1' \(1 and 2\)"),
-        ("gemma2", (), "actor.packing", ""),
         ("other", ("data.max_response_length=25",), "reference.path", "65 .* 64"),
         ("", ("data.max_response_length=25",), "model.path", "64"),
     ],

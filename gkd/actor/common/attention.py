@@ -24,7 +24,15 @@ from gkd.errors import ConfigError
 # Supported by the flash kernels behind varlen_attn.
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_STEP = 256, 8
-_CAUSAL_WINDOW = (-1, 0)  # everything to the left, nothing to the right
+
+
+class Scores(NamedTuple):
+    """What a model does with the scores of its attention, besides the causal mask."""
+
+    scale: float | None = None  # None: 1 / sqrt(D)
+    window: int | None = None  # a position attends to itself and to `window - 1` positions before it
+    cap: float | None = None  # a score is cap * tanh(score / cap)
+    sinks: Tensor | None = None  # [heads]: the score of one more position, which has no value
 
 
 def causal_attention(
@@ -34,10 +42,10 @@ def causal_attention(
     cu_seqlens: Tensor | None,
     *,
     max_length: int | None = None,
-    scale: float | None = None,
+    scores: Scores = Scores(),  # noqa: B008, immutable
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return softmax(scale q k^T) v, where each position attends to itself and the earlier ones of its sequence.
+    """Return softmax(scores) v, where each position attends to itself and the earlier ones of its sequence.
 
     Padding must be on the right; then the causal mask alone keeps real tokens from attending to it.
 
@@ -47,7 +55,7 @@ def causal_attention(
         cu_seqlens: [n + 1] int32, on the device of q: sequence i is columns cu_seqlens[i] to cu_seqlens[i + 1], from 0
             to S, B = 1. None means each row is one sequence.
         max_length: length of the longest sequence, if known; on CUDA it saves a synchronization with the device.
-        scale: of the scores; None means 1 / sqrt(D).
+        scores: what is done with q k^T. A cap or sinks take [heads, S, S] memory for each sequence.
         group: ranks that have neighboring columns of the same rows; q, k, v and the result are of this rank's columns,
             and `cu_seqlens` of all. The call is a collective.
 
@@ -58,25 +66,51 @@ def causal_attention(
         ValueError: `cu_seqlens` with B > 1.
     """
     if group is not None and group.size() > 1:
+        if scores.sinks is not None:
+            scores = scores._replace(sinks=scores.sinks.chunk(group.size())[group.rank()])
         q, k, v = all_columns(q, k, v, group)
-        return own_columns(causal_attention(q, k, v, cu_seqlens, max_length=max_length, scale=scale), group)
+        return own_columns(causal_attention(q, k, v, cu_seqlens, max_length=max_length, scores=scores), group)
     if cu_seqlens is None:
-        return _sdpa(q, k, v, scale)
+        return _one(q, k, v, scores)
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences must be one row, and q has {q.shape[0]}")
-    if _has_varlen_kernel(q):
-        return _varlen(q, k, v, cu_seqlens, max_length, scale)
+    if _has_varlen_kernel(q) and scores.cap is None and scores.sinks is None:
+        return _varlen(q, k, v, cu_seqlens, max_length, scores)
     lengths = cu_seqlens.diff().tolist()
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-    return torch.cat([_sdpa(a, b, c, scale) for a, b, c in parts], dim=2)
+    return torch.cat([_one(a, b, c, scores) for a, b, c in parts], dim=2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def _one(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Compute rows that are one sequence each."""
+    size = q.shape[2]
+    window = size if scores.window is None else scores.window
+    mask = (
+        torch.ones((size, size), dtype=torch.bool, device=q.device).tril().triu(1 - window) if window < size else None
+    )
+    if scores.cap is None and scores.sinks is None:
+        return _sdpa(q, k, v, mask, scores.scale)
+    if mask is None:
+        mask = torch.ones((size, size), dtype=torch.bool, device=q.device).tril()
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
+    found = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.cap is not None:
+        found = scores.cap * torch.tanh(found / scores.cap)
+    found = found.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        found = torch.cat([found, scores.sinks.to(found.dtype)[:, None, None].expand(*found.shape[:3], 1)], dim=-1)
+    weights = found.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., :size]
+    return weights.to(v.dtype) @ v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     n_shared = q.shape[1] // k.shape[1]
-    if n_shared > 1 and q.is_cuda and q.dtype not in _VARLEN_DTYPES:
-        # Flash supports no float32, and the memory-efficient kernel no shared heads; the fallback needs [heads, S, S].
+    if n_shared > 1 and q.is_cuda and (q.dtype not in _VARLEN_DTYPES or mask is not None):
+        # Flash supports neither float32 nor masks, and the memory-efficient kernel no shared heads; the fallback needs
+        # [heads, S, S].
         k, v = (tensor.repeat_interleave(n_shared, dim=1) for tensor in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
+    shares = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shares, scale=scale)
 
 
 def _has_varlen_kernel(q: Tensor) -> bool:
@@ -89,9 +123,11 @@ def _has_varlen_kernel(q: Tensor) -> bool:
     )
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None, scale: float | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None, scores: Scores) -> Tensor:
     """Compute the pack in one call of torch's flash kernel, which requires [S, heads, D]."""
     longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
+    # To the left and to the right; -1: everything.
+    window = (-1 if scores.window is None or scores.window >= longest else scores.window - 1, 0)
     # Not tensor[0]: its backward pass fills a tensor of zeros, and copies into it.
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (q, k, v))
     context = varlen_attn(
@@ -102,8 +138,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int
         cu_seqlens,
         longest,
         longest,
-        scale=scale,
-        window_size=_CAUSAL_WINDOW,
+        scale=scores.scale,
+        window_size=window,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(context, Tensor)  # it returns a tuple only on request

@@ -149,7 +149,7 @@ class FrozenModel:
         frozen = frozen_vision(hf)  # the student does not train it, so `refresh` gets nothing of it
         self.places = {name: place for name, place in self.places.items() if name not in frozen}
         with head_refusal(key, folder):
-            probe(self.model, n_layers=len(layers), packing=packing, fused=True, device=device)
+            probe(self.model, packing=packing, fused=True, device=device)
         log.info("%s: %d layers, frozen, over all ranks", hf.config.model_type, len(layers))
 
     @torch.no_grad()

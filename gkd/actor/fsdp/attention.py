@@ -1,31 +1,31 @@
-"""Register `gkd.actor.common.attention` with transformers, so that its models accept packed sequences.
+"""Let the models of transformers compute with packed sequences: their attention, and layers with a recurrent state.
 
-transformers builds no mask for an attention function that it does not know. So features that this function lacks must
-be refused: a model that needs them would silently compute something else.
+transformers builds no mask for an attention function that it does not know. So what this function does not compute must
+be refused: a model that needs it would silently compute something else. `probe.py` compares packs with weights.
+
+Letters: B rows, S columns, D head size.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gkd.actor.common.attention import causal_attention
+from gkd.actor.common.attention import Scores, causal_attention
 from gkd.errors import ConfigError, ModelError
 
 PACKED_ATTENTION = "gkd_packed"
+CURRENT_PACK = "gkd_pack"  # attribute of the model during a forward pass and its backward pass, which may repeat it
 _FIX = "use actor.packing=false: the model's own attention then runs on padded sequences."
-# Arguments of transformers' attention functions that change the result -> description.
-_FEATURES = {
-    "sliding_window": "a sliding window",
-    "softcap": "soft-capped attention scores",
-    "s_aux": "attention sinks",
-    "position_bias": "position biases on the scores",
-    "head_mask": "a mask over heads",
-}
+# Arguments of transformers' attention functions that are known and do not change the result.
+_WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache", "is_causal")
+_FEATURES = {"position_bias": "position biases on the scores", "head_mask": "a mask over heads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Pack:
     """Boundaries of the sequences in a packed row; passed through the model's forward as the keyword `pack`."""
 
     cu_seqlens: Tensor | None  # [n + 1] int32, on the device of the activations; None: each row is one sequence
-    max_length: int | None  # length of the longest sequence
-    calls: list[str] | None = None  # list to which each call appends the class name of its attention module
+    lengths: Sequence[int] = ()  # of the sequences
+    calls: list[str] | None = None  # list to which attention and recurrent modules append the names of their classes
     group: dist.ProcessGroup | None = None  # ranks that have other columns of the same rows
 
 
@@ -48,6 +48,8 @@ def packed_attention(
     pack: Pack | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: [B, heads, S, D] (key, value: kv_heads) -> [B, S, heads, D], no weights.
@@ -56,23 +58,33 @@ def packed_attention(
         ConfigError: the model requests a feature that `causal_attention` lacks; the key is actor.packing.
         ModelError: the model requests dropout; the student never trains with it.
     """
-    refuse_features(module, attention_mask, kwargs)
+    passes_window = "sliding_window" in kwargs
+    window = kwargs.pop("sliding_window", None) or None  # 0 means none, too
+    refuse_features(module, attention_mask, kwargs, passes_window=passes_window)
     if dropout:
         raise ModelError(f"{type(module).__name__} requests attention dropout {dropout}; the student trains without.")
-    if pack is not None and pack.calls is not None:
-        pack.calls.append(type(module).__name__)
-    of = pack or Pack(None, None)
-    context = causal_attention(
-        query, key, value, of.cu_seqlens, max_length=of.max_length, scale=scaling, group=of.group
-    )
+    of = pack or Pack(None)
+    if of.calls is not None:
+        of.calls.append(type(module).__name__)
+    scores = Scores(scaling, window, softcap, s_aux)
+    longest = max(of.lengths, default=None)
+    context = causal_attention(query, key, value, of.cu_seqlens, max_length=longest, scores=scores, group=of.group)
     return context.transpose(1, 2).contiguous(), None
 
 
-def refuse_features(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError for actor.packing if the module requests a feature that plain causal attention lacks."""
-    features = [text for name, text in _FEATURES.items() if kwargs.get(name) is not None]
-    if "sliding_window" not in kwargs and _has_masked_window(module):
-        features.append(_FEATURES["sliding_window"])
+def refuse_features(
+    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any], *, passes_window: bool = False
+) -> None:
+    """Raise ConfigError for actor.packing if the module requests a feature that `causal_attention` lacks.
+
+    Args:
+        kwargs: further arguments of the attention function. Those that are not known may change the result.
+        passes_window: the module passes its window or None. Others may have one in their mask, which is not built here.
+    """
+    given = [name for name, value in kwargs.items() if isinstance(value, Tensor) or value]
+    features = [_FEATURES.get(name, f"the argument {name}") for name in given if name not in _WITHOUT_EFFECT]
+    if not passes_window and _has_masked_window(module):
+        features.append("a sliding window that only its mask has")
     if attention_mask is not None:
         features.append("its own attention mask")
     is_causal = kwargs.get("is_causal")
@@ -84,9 +96,56 @@ def refuse_features(module: nn.Module, attention_mask: Tensor | None, kwargs: di
 
 
 def _has_masked_window(module: nn.Module) -> bool:
-    """Return whether the model's code has a window in its mask only, which is not built here, as that of PhiMoE."""
+    """Return whether the model's code has a window in its mask only, as that of PhiMoE."""
     window = getattr(getattr(module, "config", None), "sliding_window", None)
-    return window is not None and hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    return bool(window) and hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+
+
+# Layers with a recurrent state or a convolution, such as gated delta nets and Mamba's, run once for each sequence of a
+# pack. Kernels that take boundaries exist for some, but the code of transformers without them ignores boundaries.
+
+
+def run_per_sequence(model: nn.Module) -> int:
+    """Let each module of a model that has a convolution over the columns run once for each sequence of a pack.
+
+    Returns:
+        The number of these modules.
+    """
+    modules = [module for module in model.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())]
+    for module in modules:
+        module.forward = _PerSequence(model, type(module).__name__, module.forward)
+    return len(modules)
+
+
+class _PerSequence:
+    """The forward pass of a module that maps [1, S, ...] tensors to [1, S, ...] tensors, alone or in tuples."""
+
+    def __init__(self, model: nn.Module, name: str, forward: Callable[..., Any]) -> None:
+        self._model, self._name, self._forward = model, name, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pack: Pack | None = getattr(self._model, CURRENT_PACK, None)
+        if pack is not None and pack.calls is not None:
+            pack.calls.append(self._name)
+        if pack is None or pack.cu_seqlens is None:
+            return self._forward(*args, **kwargs)
+        cut = [_cut((args, kwargs), pack.lengths, i) for i in range(len(pack.lengths))]
+        results = [self._forward(*own, **more) for own, more in cut]
+        if isinstance(results[0], tuple):
+            return tuple(None if each[0] is None else torch.cat(each, dim=1) for each in zip(*results, strict=True))
+        return torch.cat(results, dim=1)
+
+
+def _cut(value: Any, lengths: Sequence[int], i: int) -> Any:
+    """Return a value with the columns of sequence `i` alone in all tensors that have columns."""
+    if isinstance(value, Tensor):
+        has_columns = value.dim() > 1 and value.shape[1] == sum(lengths)
+        return value.split(list(lengths), dim=1)[i] if has_columns else value
+    if isinstance(value, tuple):
+        return tuple(_cut(each, lengths, i) for each in value)
+    if isinstance(value, dict):
+        return {name: _cut(each, lengths, i) for name, each in value.items()}
+    return replace(value, cu_seqlens=None, lengths=()) if isinstance(value, Pack) else value
 
 
 def refuse_packing(model_type: str, why: str) -> ConfigError:

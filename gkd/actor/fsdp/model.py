@@ -26,14 +26,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, packed_attention, refuse_packing
+from gkd.actor.fsdp.attention import (
+    CURRENT_PACK,
+    PACKED_ATTENTION,
+    Pack,
+    packed_attention,
+    refuse_packing,
+    run_per_sequence,
+)
 from gkd.config.schema_sections import Vision
 from gkd.data.columns import ALL_COLUMNS
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
 from gkd.types import TokenTargets
-from teacher_server.engines.hf import auto_class, keep_language_model, outside_parts
+from teacher_server.engines.hf import auto_class, change_of_logits, keep_language_model, outside_parts, own_attention
 from teacher_server.vision.processor import ImageProcessor
 from teacher_server.vision.rows import ImageRows, forward_arguments
 
@@ -87,6 +94,7 @@ class LossModel(nn.Module):
         arguments = {name: value for name, value in arguments.items() if value is not None}
         if images is not None:
             arguments |= forward_arguments(self.hf, images)
+        setattr(self.hf, CURRENT_PACK, pack)
         self.head.rows = rows
         try:
             if loss is not None and fused:
@@ -138,9 +146,7 @@ def build_on_meta(
     """
     config = read_config(model_path, trust_remote_code=trust_remote_code)
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    # Only the model's "eager" attention implements the soft cap. None leaves the choice to transformers.
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    attention: Any = PACKED_ATTENTION if packing else "eager" if capped else None
+    attention: Any = PACKED_ATTENTION if packing else own_attention(config)
     if images and packing:  # patches attend to all patches of their image
         attention = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
     try:
@@ -157,14 +163,14 @@ def build_on_meta(
         raise ModelError(f"{model_path} cannot be built as a causal language model: {what}") from error
     if not images:
         keep_language_model(hf)
-    if packing and not hf._supports_attention_backend:
-        raise refuse_packing(config.model_type, "does not let its attention be replaced")
     head = hf.get_output_embeddings()
     if head is None or hf.base_model is hf:
         raise ModelError(f"{model_path}: a {config.model_type} model has no LM head behind a backbone.")
-    hf.set_output_embeddings(RowsHead(head))
+    hf.set_output_embeddings(RowsHead(head, change_of_logits(hf)[0]))
     hf.tie_weights()
     _use_fused_norms(hf)
+    if packing:
+        run_per_sequence(hf)
     for module in hf.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # a pad token may end each turn: its row gets a gradient, as in Megatron
@@ -357,18 +363,25 @@ class RowsHead(nn.Module):
 
     rows: Tensor | None = None  # [N] int64 into the flattened [B * S] positions; set during a forward pass
 
-    def __init__(self, head: nn.Module) -> None:
-        """Raise ModelError if the head is not one linear layer."""
+    def __init__(self, head: nn.Module, factor: float = 1.0) -> None:
+        """Raise ModelError if the head is not one linear layer.
+
+        Args:
+            factor: of the logits, which the model applies to what this module returns, but not to what `use` computes.
+        """
         super().__init__()
         if not isinstance(head, nn.Linear):
             raise ModelError(f"the LM head is a {type(head).__name__}; actor.strategy=fsdp2 requires a linear layer.")
         self.weight, self.bias = head.weight, head.bias  # [V, H], [V] or None
+        self.factor = factor
 
     def forward(self, hidden: Tensor, use: HeadUse | None = None) -> Any:
         """Return [1, N, V] logits of [B, S, H] hidden states, or the result of `use`."""
         if self.rows is not None:
             hidden = hidden.flatten(0, 1).index_select(0, self.rows)[None]
-        return F.linear(hidden, self.weight, self.bias) if use is None else use(hidden[0], self.weight)
+        if use is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return use(hidden[0] if self.factor == 1 else hidden[0] * self.factor, self.weight)
 
 
 # Put the offloaded shards of a rank into one pinned block of host memory.

@@ -168,10 +168,9 @@ def forward(
     pack, positions = None, None
     group = model.columns.group
     if batch.cu_seqlens is not None:
-        longest = int(batch.cu_seqlens.diff().max())
-        pack = Pack(batch.cu_seqlens.to(device), longest, group=group)
+        pack = Pack(batch.cu_seqlens.to(device), batch.cu_seqlens.diff().tolist(), group=group)
     elif group is not None:
-        pack = Pack(None, None, group=group)
+        pack = Pack(None, group=group)
     if pack is not None:
         positions = batch.position_ids.to(device)
     if model.image_processor is not None:

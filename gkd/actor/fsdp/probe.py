@@ -1,32 +1,35 @@
-"""Check by one forward pass of a few tokens that the model satisfies the assumptions of packing and the fused loss.
+"""Check by forward passes of a few tokens that the model satisfies the assumptions of packing and the fused loss.
 
 Both replace parts of a model's computation. Anything unusual that a model does there would silently be skipped. The
-driver probes the model without weights, which finds most problems; the ranks probe it with weights.
+driver probes the model without weights, which finds most problems. The ranks probe it with weights, and compare packs
+with their sequences alone: that finds any other computation, also of a model with code of its own.
 """
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gkd.actor.common.agree import same_error
 from gkd.actor.fsdp.attention import Pack, refuse_packing
 from gkd.actor.fsdp.model import LossModel, reshard
 from gkd.errors import ConfigError, GkdError
 from gkd.log import get_logger
+from teacher_server.engines.hf import change_of_logits
 
 log = get_logger("actor.fsdp")
 
-# Keys of config.json that change logits, if the model's code names them: a soft cap (Gemma 2) and factors (Cohere,
-# Granite, Falcon-H1). The values None and 1 have no effect.
-_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_LENGTHS = (40, 24)  # of the sequences of the compared pack; a convolution or an index has fewer columns
+_N_TOKENS = 20  # most probable tokens whose logprobs are compared
+_LARGEST, _LARGEST_16 = 1e-3, 0.3  # nats; rounding to 16 bits is 0.02 to 0.1 in deep models
 
 
 @torch.no_grad()
-def probe(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
+def probe(root: LossModel, *, packing: bool, fused: bool, device: torch.device) -> None:
     """Probe a model with weights. Collective over the world; all ranks raise the same error.
 
     Raises:
@@ -34,13 +37,13 @@ def probe(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device:
             actor.fused_lm_head.
     """
     try:
-        _check_forward(root, n_layers=n_layers, packing=packing, fused=fused, device=device)
+        _check_forward(root, packing=packing, fused=fused, device=device)
     finally:
         reshard(root)
 
 
 @torch.no_grad()
-def probe_on_meta(hf: PreTrainedModel, *, n_layers: int, packing: bool, fused: bool) -> None:
+def probe_on_meta(hf: PreTrainedModel, *, packing: bool, fused: bool) -> None:
     """Probe a model without weights. Moves `hf` to the meta device.
 
     Logits cannot be compared, so changes to them after the LM head are found only if config.json names them.
@@ -51,7 +54,7 @@ def probe_on_meta(hf: PreTrainedModel, *, n_layers: int, packing: bool, fused: b
     root = LossModel(hf.to("meta"))
     try:
         hf.set_experts_implementation("batched_mm")  # its shapes do not depend on the router's choice
-        _check_forward(root, n_layers=n_layers, packing=packing, fused=fused, device=torch.device("meta"))
+        _check_forward(root, packing=packing, fused=fused, device=torch.device("meta"))
     except GkdError:
         raise
     except Exception as error:  # the model's own code needs values that a meta tensor does not have
@@ -60,18 +63,21 @@ def probe_on_meta(hf: PreTrainedModel, *, n_layers: int, packing: bool, fused: b
             hf.config.model_type,
             type(error).__name__,
         )
-    if fused and (named := _named_change(hf)):
-        raise _refuse_fused(hf.config.model_type, f"its logits after the LM head ({named})")
+    _, cap = change_of_logits(hf)
+    if fused and (cap is not None or hf.get_output_embeddings().bias is not None):
+        what = "a bias" if cap is None else f"a soft cap of {cap}"
+        raise _refuse_fused(hf.config.model_type, f"its logits after the LM head ({what})")
 
 
-def _check_forward(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
+def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch.device) -> None:
     calls: list[str] = []
     tokens = torch.tensor([[0, 1, 0]], device=device)
     arguments: dict[str, Any] = {}
     if packing:
         # On the meta device nothing is computed, but the boundaries are read.
         boundaries = torch.tensor([0, 2, 3], dtype=torch.int32, device="cpu" if device.type == "meta" else device)
-        arguments = {"pack": Pack(boundaries, 2, calls), "position_ids": torch.tensor([[0, 1, 0]], device=device)}
+        pack = Pack(boundaries, (2, 1), calls)
+        arguments = {"pack": pack, "position_ids": torch.tensor([[0, 1, 0]], device=device)}
     seen: dict[str, Tensor] = {}
 
     def keep_hidden(_module: Any, _inputs: Any, output: Any) -> None:
@@ -87,9 +93,13 @@ def _check_forward(root: LossModel, *, n_layers: int, packing: bool, fused: bool
         for hook in hooks:
             hook.remove()
     model_type = root.hf.config.model_type
-    if packing and len(calls) < n_layers:
-        why = f"has {n_layers} layers, but only {len(calls)} of them use attention that supports packed sequences"
-        raise refuse_packing(model_type, why)
+    if packing and not calls:
+        raise refuse_packing(model_type, "has neither attention nor recurrent layers that support packed sequences")
+    if packing and device.type != "meta":
+        differences = _pack_differences(root, device)
+        with same_error(device):
+            if differences:
+                raise refuse_packing(model_type, differences)
     if fused and len(seen) < 3:
         raise ConfigError(
             "actor.fused_lm_head",
@@ -99,28 +109,48 @@ def _check_forward(root: LossModel, *, n_layers: int, packing: bool, fused: bool
         )
     if fused and device.type != "meta":
         between = not _same(seen["hidden"], seen["head_input"])
-        after = root.head.bias is not None or not _same(seen["head_output"], logits)
+        after = root.head.bias is not None or not _same(seen["head_output"] * root.head.factor, logits, rtol=1e-2)
         if between or after:
             what = "its hidden states before" if between else "its logits after"
             raise _refuse_fused(model_type, f"{what} the LM head (a scale, a soft cap, a bias)")
 
 
-def _named_change(hf: PreTrainedModel) -> str:
-    """Return the config keys that change logits after the LM head's product; empty if there are none."""
-    if hf.get_output_embeddings().bias is not None:
-        return "a bias"
-    config, code = hf.config.get_text_config(), _source(type(hf))
-    found = {name: getattr(config, name, None) for name in _OF_LOGITS if name in code}
-    return ", ".join(f"{name} {value}" for name, value in found.items() if value not in (None, 1))
-
-
-def _source(kind: type) -> str:
-    """Return the source of the module that defines a model, to see which config keys it reads; empty if unavailable."""
-    module = inspect.getmodule(kind)
+def _pack_differences(root: LossModel, device: torch.device) -> str:
+    """Return how a pack of two sequences differs from each alone, or these from the model's own attention."""
+    text = root.hf.config.get_text_config()
+    parts = (torch.arange(sum(_LENGTHS), device=device) * 7 % min(int(text.vocab_size), 1000)).split(_LENGTHS)
+    packed = _logits(root, parts)
+    alone = torch.cat([_logits(root, [part]) for part in parts])
+    attention, text._attn_implementation = text._attn_implementation, "eager"
     try:
-        return inspect.getsource(module) if module is not None else ""
-    except OSError:
-        return ""
+        own = torch.cat([root(part[None], torch.arange(len(part), device=device)) for part in parts])
+    finally:
+        text._attn_implementation = attention
+    expected = alone.float().log_softmax(-1)
+    chosen = expected.topk(min(_N_TOKENS, expected.shape[1])).indices
+    leak, other = (
+        (expected - each.float().log_softmax(-1)).gather(1, chosen).abs().amax(1).nan_to_num(torch.inf)
+        for each in (packed, own)
+    )
+    # The first sequence of a pack has none before it, so its difference is that of the kernels' rounding.
+    rounding = float(leak[: _LENGTHS[0]].max())
+    exact = alone.dtype == torch.float32
+    if float(leak.max()) > (_LARGEST if exact else max(_LARGEST_16, 8 * rounding)):
+        return f"computes other logprobs in a pack than alone, by {float(leak.max()):.2g} nats"
+    if float(other.mean()) > (_LARGEST if exact else _LARGEST_16):
+        return f"computes other logprobs than with its own attention, by {float(other.mean()):.2g} nats"
+    return ""
+
+
+def _logits(root: LossModel, parts: Sequence[Tensor]) -> Tensor:
+    """Return [S, V], of sequences in one pack."""
+    lengths = [len(part) for part in parts]
+    device = parts[0].device
+    borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    rows = torch.arange(sum(lengths), device=device)
+    logits: Tensor = root(torch.cat(list(parts))[None], rows, position_ids=positions[None], pack=Pack(borders, lengths))
+    return logits
 
 
 def _refuse_fused(model_type: str, what: str) -> ConfigError:
@@ -128,5 +158,5 @@ def _refuse_fused(model_type: str, what: str) -> ConfigError:
     return ConfigError("actor.fused_lm_head", True, problem, "use actor.fused_lm_head=false.")
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True)
+def _same(a: Tensor, b: Tensor, rtol: float = 0.0) -> bool:
+    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=rtol, atol=0.0, equal_nan=True)

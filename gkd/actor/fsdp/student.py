@@ -118,7 +118,7 @@ class FsdpStudent(Student):
         self._places = {name: place for name, place in self._places.items() if name not in frozen}
         init_adapters(self._adapters, args["seed"])
         on_phase("probing a forward pass")
-        probe(self.model, n_layers=n_layers, packing=packing, fused=self._fused, device=device)
+        probe(self.model, packing=packing, fused=self._fused, device=device)
         on_phase("creating the optimizer")
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)
