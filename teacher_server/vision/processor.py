@@ -30,7 +30,8 @@ _ON_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 COMPARED = (*_ON_GRIDS, "llava", "internvl")
 # Why others are refused, where something is known.
 _DIFFERENCES = {
-    "gemma3": "vLLM attends causally to the tokens of an image on a CPU, and the model does not",
+    "gemma3": "it attends in both directions within an image, and so does vLLM on CUDA; the student has no such mask, and"
+    " vLLM attends causally on a CPU, so that logprobs of a random model differ by 0.25",
     "mistral3": "it reads an image in rows with a token behind each, and prompts are expanded without those",
     "pixtral": "it reads an image in rows with a token behind each, and prompts are expanded without those",
 }
@@ -86,7 +87,7 @@ class ImageProcessor:
         elif kind == "internvl":
             if (config.vision_feature_layer, config.vision_feature_select_strategy) != (-1, "default"):
                 raise ImageError('vLLM reads it as if it had vision_feature_layer -1 and the strategy "default"')
-            self._processor.crop_to_patches = True  # as InternVLProcessor has it, whatever the folder says
+            self._processor.crop_to_patches = True  # InternVLProcessor ignores the folder's setting
             self._size = int(vision.image_size[0])
             n_patches = (self._size // int(vision.patch_size[0])) ** 2
             self._tile = int(n_patches * config.downsample_ratio**2)  # tokens of a tile
