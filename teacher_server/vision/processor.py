@@ -30,8 +30,8 @@ _ON_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 COMPARED = (*_ON_GRIDS, "llava", "internvl")
 # Why others are refused, where something is known.
 _DIFFERENCES = {
-    "gemma3": "it attends in both directions within an image, and so does vLLM on CUDA; the student has no such mask, and"
-    " vLLM attends causally on a CPU, so that logprobs of a random model differ by 0.25",
+    "gemma3": "it attends in both directions within an image, and so does vLLM on CUDA; the student has no such mask,"
+    " and vLLM attends causally on a CPU, so that logprobs of a random model differ by 0.25",
     "mistral3": "it reads an image in rows with a token behind each, and prompts are expanded without those",
     "pixtral": "it reads an image in rows with a token behind each, and prompts are expanded without those",
 }
