@@ -17,6 +17,7 @@ QWEN_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+INTERN_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>\n")
 LLAVA_TEMPLATE = (
     "{% for m in messages %}{{ m.role.upper() + ': ' }}"
     "{% for p in m.content | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
@@ -27,6 +28,8 @@ SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
     *("<|video_pad|>", "<image>"),
 )
+# What InternVL's processor calls four of them; the hub's have other texts.
+_NAMES = ("start_image_token", "end_image_token", "context_image_token", "video_token")
 _TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -48,23 +51,20 @@ _GRID = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+_LAYERED = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
 _LAYERS = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
 _PARTIAL = _INTERLEAVED | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
 _STATE = {"linear_num_key_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # Model type -> settings of the text, of the vision tower.
 _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llava": (
-        {"model_type": "llama"},
-        {
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "patch_size": 14,
-            "projection_dim": 64,
-        },
-    ),
+    "llava": ({"model_type": "llama"}, _LAYERED | {"model_type": "clip_vision_model", "projection_dim": 64}),
+    "internvl": ({"model_type": "qwen3"}, _LAYERED | {"attention_bias": True}),
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _GRID | {"fullatt_block_indexes": [1]}),
     "qwen3_vl": (
         {"rope_parameters": _INTERLEAVED},
@@ -78,16 +78,17 @@ def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, image
     """Save a float32 model with the tensor names of the hub, and return its folder.
 
     Args:
-        image_size: pixels a side that LLaVA reads.
+        image_size: pixels a side that LLaVA reads, or of a tile of InternVL.
         sizes: of the language model.
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-    tokenizer = save_tokenizer(folder, LLAVA_TEMPLATE if kind == "llava" else QWEN_TEMPLATE)
+    template = {"llava": LLAVA_TEMPLATE, "internvl": INTERN_TEMPLATE}.get(kind, QWEN_TEMPLATE)
+    tokenizer = save_tokenizer(folder, template)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     text, vision = _SETTINGS[kind]
-    if kind == "llava":
+    if kind in ("llava", "internvl"):
         vision = vision | {"image_size": image_size}
     image_token = ids["<image>" if kind == "llava" else "<|image_pad|>"]
     named = {"image_token_id": image_token, "video_token_id": ids["<|video_pad|>"]}
@@ -95,7 +96,7 @@ def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, image
     config = CONFIG_MAPPING[kind](
         text_config=_TEXT | {"vocab_size": len(tokenizer)} | text | sizes,
         vision_config=vision,
-        **({"image_token_index": image_token} if kind == "llava" else named),
+        **({"llava": {"image_token_index": image_token}, "internvl": {"image_token_id": image_token}}.get(kind, named)),
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -112,17 +113,22 @@ def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, image
         rename_tower(folder)
         processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": image_size}}
         processor |= {"crop_size": {"height": image_size, "width": image_size}}
+    elif kind == "internvl":
+        processor = {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": False, "max_patches": 4}
+        processor |= {"size": {"height": image_size, "width": image_size}}
     else:
         processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
         processor |= {"temporal_patch_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}
-        (folder / "video_preprocessor_config.json").write_text(
-            json.dumps(processor | {"video_processor_type": "Qwen2VLVideoProcessor"})
-        )
+    video = {"video_processor_type": f"{'InternVL' if kind == 'internvl' else 'Qwen2VL'}VideoProcessor"}
+    if kind != "llava":
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(processor | video))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    kinds = {"llava": "LlavaProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
+    kinds = {"llava": "LlavaProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "internvl": "InternVLProcessor"}
     settings: dict[str, Any] = {"processor_class": kinds.get(kind, "Qwen3VLProcessor")}
     if kind == "llava":
         settings |= {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    if kind == "internvl":
+        settings |= {"image_seq_length": (image_size // 28) ** 2}  # of a tile
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -149,7 +155,11 @@ def save_tokenizer(folder: Path, template: str) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template,
+        extra_special_tokens=dict(zip(_NAMES, SPECIAL[3:7], strict=True)),
     )
     fast.save_pretrained(folder)
     return fast

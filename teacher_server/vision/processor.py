@@ -3,8 +3,8 @@
 A prompt has one placeholder for each image, which stands for as many tokens as the model computes features. Token ids
 are *expanded* everywhere but in the text: lengths, budgets and positions of rows are then those of the model.
 
-Two kinds of models are known. Qwen's read an image of any size as patches on a grid, and merge neighbors. LLaVA's cut
-each image to one size.
+Three kinds of models are known. Qwen's read an image of any size as patches on a grid, and merge neighbors. LLaVA's cut
+each image to one size. InternVL cuts it to tiles of one size, and its tokens stand between two more.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 256 << 20
 _ON_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # Model types whose logprobs in vLLM and in transformers were compared: docs/vision.md.
-COMPARED = (*_ON_GRIDS, "llava")
+COMPARED = (*_ON_GRIDS, "llava", "internvl")
 # Why others are refused, where something is known.
 _DIFFERENCES = {
-    "gemma3": "vLLM attends causally to the tokens of an image on a CPU, and the model does not",
-    "internvl": "it reads an image as tiles between two more tokens, and prompts are expanded without those",
+    "gemma3": "it attends in both directions within an image, and so does vLLM on CUDA; the student has no such mask,"
+    " and vLLM attends causally on a CPU, so that logprobs of a random model differ by 0.25",
     "mistral3": "it reads an image in rows with a token behind each, and prompts are expanded without those",
     "pixtral": "it reads an image in rows with a token behind each, and prompts are expanded without those",
 }
@@ -41,8 +41,8 @@ _DIFFERENCES = {
 class Pixels:
     """Inputs of a vision tower for one image."""
 
-    values: Tensor  # float32: [patches, D] on a grid, else [1, 3, height, width]
-    grid: Tensor | None  # [1, 3] int64: frames, rows and columns of patches; None: all images have one size
+    values: Tensor  # float32: [patches, D] on a grid, else [tiles, 3, height, width]
+    grid: Tensor | None  # [1, 3] int64: frames, rows and columns of patches; None: all tiles have one size
 
 
 class ImageProcessor:
@@ -56,7 +56,7 @@ class ImageProcessor:
     """
 
     def __init__(self, path: str) -> None:
-        from transformers import AutoConfig, AutoImageProcessor
+        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         vision = getattr(config, "vision_config", None)
@@ -74,12 +74,23 @@ class ImageProcessor:
             raise ImageError(f"its config.json has no {missing} in the rope_parameters of text_config: {fix}")
         try:
             self._processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, ImportError) as error:
+            self._around = list[int](), list[int]()  # the tokens in front of those of an image, and behind them
+            if kind == "internvl":
+                tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+                self._around = [tokenizer.start_image_token_id], [tokenizer.end_image_token_id]
+        except (OSError, ValueError, ImportError, AttributeError) as error:
             raise ImageError(f"its image processor cannot be loaded ({error})") from error
         self.model_type, self.token_id = config.model_type, int(config.image_token_id)
-        self._merged, self._size, self._fixed = 1, 0, 0
+        self._merged, self._size, self._fixed, self._tile = 1, 0, 0, 1
         if kind in _ON_GRIDS:
             self._merged = int(vision.spatial_merge_size) ** 2  # patches of a token
+        elif kind == "internvl":
+            if (config.vision_feature_layer, config.vision_feature_select_strategy) != (-1, "default"):
+                raise ImageError('vLLM reads it as if it had vision_feature_layer -1 and the strategy "default"')
+            self._processor.crop_to_patches = True  # InternVLProcessor ignores the folder's setting
+            self._size = int(vision.image_size[0])
+            n_patches = (self._size // int(vision.patch_size[0])) ** 2
+            self._tile = int(n_patches * config.downsample_ratio**2)  # tokens of a tile
         else:
             self._size = int(vision.image_size)
             # The first feature of CLIP is of the whole image.
@@ -98,10 +109,10 @@ class ImageProcessor:
         if image.digest not in self._n_tokens:
             height, width = image_size(image.data)
             try:
-                n = self._fixed or int(self._processor.get_number_of_image_patches(height, width, {})) // self._merged
+                n = self._fixed or int(self._processor.get_number_of_image_patches(height, width, {}))
             except ValueError as error:  # Qwen's refuses sides of a ratio of more than 200
                 raise ImageError(f"the model's processor refuses it: {error}") from error
-            self._n_tokens[image.digest] = n
+            self._n_tokens[image.digest] = n * self._tile // self._merged
         return self._n_tokens[image.digest]
 
     def prepare(self, images: Iterable[EncodedImage]) -> list[Future[Pixels]]:
@@ -136,7 +147,8 @@ class ImageProcessor:
             raise ImageError(f"the prompt has {len(places)} placeholders for {len(images)} images")
         parts, at = list[int](), 0
         for place, image in zip(places, images, strict=True):
-            parts += [*ids[at:place], *[self.token_id] * self.n_tokens(image)]
+            begin, end = self._around
+            parts += [*ids[at:place], *begin, *[self.token_id] * self.n_tokens(image), *end]
             at = place + 1
         expanded = [*parts, *ids[at:]]
         self.check(np.array(expanded), images)
@@ -173,7 +185,7 @@ class ImageProcessor:
         finally:
             self.busy_s += time.perf_counter() - start
         values = made["pixel_values"]
-        if self._size and values.shape != (1, 3, self._size, self._size):
+        if self._size and (values.shape[1:] != (3, self._size, self._size) or (self._fixed and len(values) != 1)):
             raise ImageError(f"its processor makes {[*values.shape]} pixels, and the tower reads {self._size}")
         return Pixels(values, made.get("image_grid_thw"))
 

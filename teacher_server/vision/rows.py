@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class ImageRows:
 
     values: Tensor  # Those of all distinct images are joined, see `Pixels`.
     grids: Tensor | None  # [distinct, 3] int64
-    order: tuple[int, ...]  # the distinct image of each placeholder, in the order of the flattened rows
+    order: tuple[int, ...]  # the distinct images, or their tiles, in the order of the flattened rows
     position_ids: Tensor | None  # [3, B, S] int64; None: those of text
 
 
@@ -61,6 +62,9 @@ def image_rows(
             ids = tokens[row, columns]
             of_own = torch.cat([grids[places[image]] for image in own]) if own else None
             positions[:, row, columns] = sequence_positions(model, ids, of_own, processor.token_id)
+    else:
+        starts = [0, *accumulate(len(each.values) for each in pixels)]
+        order = tuple(tile for i in order for tile in range(starts[i], starts[i + 1]))
     return ImageRows(
         torch.cat([each.values for each in pixels]).to(device),
         torch.cat(grids).to(device) if grids else None,
@@ -83,7 +87,8 @@ def forward_arguments(model: Any, rows: ImageRows) -> dict[str, Any]:
     base = model.base_model
     if rows.grids is None:
         out = base.get_image_features(rows.values, return_dict=True)
-        out.pooler_output = [out.pooler_output[i] for i in rows.order]
+        features = [out.pooler_output[i] for i in rows.order]
+        out.pooler_output = torch.stack(features) if isinstance(out.pooler_output, Tensor) else features
         return {"mm_encoder_outputs": {"image": out}}
     out = base.get_image_features(rows.values, rows.grids, return_dict=True)
     out.pooler_output = tuple(out.pooler_output[i] for i in rows.order)

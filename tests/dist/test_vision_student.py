@@ -32,6 +32,8 @@ CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("qwen3_vl", "frozen", True, {"fused_lm_head": False}),
     ("qwen2_5_vl", "trained", True, {}),
     ("qwen3_5", "trained", False, {}),
+    ("internvl", "trained", True, {}),
+    ("internvl", "frozen", False, {"recompute": "full"}),
 ]
 
 

@@ -40,6 +40,8 @@ SLOW = [
     ("qwen3_vl", "hf", ("actor.packing=false",)),
     ("qwen3_vl", "hf", (TRAINED, "rollout.n_gpus_per_node=2", "rollout.tp=2")),
     ("qwen2_5_vl", "vllm", (TRAINED, "trainer.n_gpus_per_node=2", "trainer.scheduler=one_step_off")),
+    ("internvl", "vllm", (TRAINED,)),
+    ("internvl", "hf", ("trainer.n_gpus_per_node=2",)),
 ]
 CASES = [*CI, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 

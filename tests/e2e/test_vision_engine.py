@@ -65,8 +65,8 @@ def _probe(folder: Path, later: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"rollouts": list(engine.generate(prompts, sampling)), "refused": []}
     result["scored"] = [logprobs[:, 0] for _, logprobs in prompt_logprobs(engine.llm, result["rollouts"], 4, {})]
     two = prompts[2]
-    cut = np.delete(two.token_ids, 3)
-    longer = np.insert(two.token_ids, 3, two.token_ids[3])
+    cut = np.delete(two.token_ids, 4)
+    longer = np.insert(two.token_ids, 4, two.token_ids[4])
     for wrong in (replace(two, token_ids=cut), replace(two, token_ids=longer), replace(two, images=two.images[:1])):
         with pytest.raises(DataError) as caught:
             list(engine.generate([wrong], sampling))
@@ -88,7 +88,8 @@ def _probe(folder: Path, later: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))]
+    "kind",
+    ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl"))],
 )
 def test_an_engine_computes_images_as_transformers(tmp_path: Path, kind: str) -> None:
     """Fails if the engine sees no, other or old features, expands ids again, or samples the place of an image."""

@@ -11,6 +11,7 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.preflight.images import check_image_processors, image_reader
 from gkd.scoring.teacher.info import TeacherInfo
+from teacher_server.vision.images import ImageError
 from teacher_server.vision.processor import ImageProcessor
 from tests.refusals import refuses
 from tests.vision_models import save_vision_model
@@ -62,3 +63,16 @@ def test_teachers_with_another_processor(tmp_path: Path) -> None:
         with refuses("model.path") as caught:
             image_reader(load_config(None, other))
         assert words in caught.value.problem
+
+
+CHANGES = (("config", "feature_layer", '_layer": -1', '_layer": 0'), ("tokenizer_config", "end_image", "end_i", "no_i"))
+
+
+@pytest.mark.parametrize(("file", "what", "old", "new"), CHANGES)
+def test_a_folder_of_tiles(tmp_path: Path, file: str, what: str, old: str, new: str) -> None:
+    """Fails if vLLM would compute features of another layer than the student, or no token ends an image."""
+    path = save_vision_model(tmp_path, "internvl") / f"{file}.json"
+    ImageProcessor(str(tmp_path))
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ImageError, match=what):
+        ImageProcessor(str(tmp_path))

@@ -41,7 +41,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 PLAIN = Image.open(io.BytesIO(picture(20, 30)))
 FILES = {"a.png": picture(40, 50, 1), "b.png": picture(70, 90, 2)}
 URL = "data:image/png;base64," + base64.b64encode(FILES["a.png"]).decode()
-KINDS = ("llava", "begins", "qwen3_vl")
+KINDS = ("llava", "begins", "qwen3_vl", "internvl")
 
 
 def encoded(image: Image.Image, form: str, orientation: int = 0, **options: Any) -> bytes:
@@ -175,7 +175,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl"])
 def test_the_expansion_is_that_of_transformers(here: Path, kind: str) -> None:
     """Fails if the student, the engine or the teacher would get another number of tokens than the model's processor."""
     ours, tokenizer = ImageProcessor(str(here / kind)), AutoTokenizer.from_pretrained(here / kind)
@@ -186,7 +186,11 @@ def test_the_expansion_is_that_of_transformers(here: Path, kind: str) -> None:
         text, decoded = f" b{mark}" * len(own) + " c", [decode(image.data) for image in own]
         if kind == "llava":
             expected = AutoProcessor.from_pretrained(here / kind)(text=text, images=decoded)["input_ids"][0]
-        else:  # AutoProcessor of Qwen needs torchvision; this is its rule.
+        elif kind == "internvl":  # AutoProcessor of InternVL and Qwen needs torchvision; these are their rules.
+            tiles = pixels(images=decoded, crop_to_patches=True, return_tensors="pt")["num_patches"]
+            shown = (f" b<|vision_start|>{mark * 4 * n}<|vision_end|>" for n in tiles.tolist())
+            expected = tokenizer("".join(shown) + " c")["input_ids"]
+        else:
             grids = pixels(images=decoded, return_tensors="pt")["image_grid_thw"]
             numbers = (grids.prod(-1) // pixels.merge_size**2).tolist()
             expected = tokenizer("".join(f" b{mark * n}" for n in numbers) + " c")["input_ids"]
@@ -231,10 +235,10 @@ def said(form: str, role: str = "user", **more: Any) -> dict[str, Any]:
 
 
 def expected(here: Path, kind: str, *messages: Any, **more: Any) -> tuple[list[str], list[int]]:
-    """Return the names of images, and the ids of transformers; AutoProcessor of Qwen needs torchvision."""
+    """Return the names of images, and the ids of transformers; AutoProcessor of others than LLaVA needs torchvision."""
     more = {"add_generation_prompt": True, "tokenize": True} | more
     names = [part["image"] for each in messages for part in each["content"] if "image" in part]
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "internvl"):
         made = AutoTokenizer.from_pretrained(here / kind).apply_chat_template(messages, **more)["input_ids"]
         return names, ImageProcessor(str(here / kind)).expand(made, [EncodedImage(FILES[name]) for name in names])
     pixels = {name: {"image": decode(data)} for name, data in FILES.items()}

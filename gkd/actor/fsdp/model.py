@@ -315,12 +315,11 @@ def freeze_vision(hf: PreTrainedModel, vision: Vision, dtype: torch.dtype) -> No
     Of a trained tower it is the end of CLIP: LLaVA takes its features from an earlier layer, and vLLM leaves it out.
     """
     parts: list[nn.Module] = []
-    chosen = getattr(hf.config, "vision_feature_layer", None)
     if vision == "frozen":
         parts = [getattr(parent, name) for parent, name, _ in outside_parts(hf)]
-    elif vision == "trained" and chosen is not None:
+    elif vision == "trained" and hf.config.model_type == "llava":
         tower: Any = hf.base_model.vision_tower
-        layers = tower.encoder.layers
+        layers, chosen = tower.encoder.layers, hf.config.vision_feature_layer
         # States are numbered from the embeddings, and negative numbers count from the last layer.
         numbers = [number % (len(layers) + 1) for number in (chosen if isinstance(chosen, list) else [chosen])]
         parts = [*layers[max(numbers) :], tower.post_layernorm]

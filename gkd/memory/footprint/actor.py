@@ -102,7 +102,8 @@ def tower_bytes(config: Config, model: ModelFolder, n_tokens: int) -> tuple[int,
     vision = model.config_json["vision_config"]
     hidden = vision.get("hidden_size", 0)
     patches = n_tokens * config.data.max_prompt_length // config.derived.max_sequence_length
-    patches *= vision.get("spatial_merge_size", 1) ** 2
+    merge = vision.get("spatial_merge_size") or round(1 / model.config_json.get("downsample_ratio", 1))
+    patches *= merge**2
     layer = patches * itemsize(config) * (6 * hidden + 2 * vision.get("intermediate_size", 4 * hidden))
     n_layers = vision.get("depth") or vision.get("num_hidden_layers", 1)
     return n_layers * layer if config.derived.vision == "trained" else 0, layer
