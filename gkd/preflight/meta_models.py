@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gkd.actor.frozen.model import head_refusal
+from gkd.actor.fsdp.attention import check_columns
 from gkd.actor.fsdp.lora import check_targets
 from gkd.actor.fsdp.model import build_on_meta
 from gkd.actor.fsdp.probe import probe_on_meta
@@ -50,6 +51,7 @@ def check_fsdp_student(config: Config) -> tuple[int, int]:
         "MLP columns": distinct_sizes(text, "intermediate_size"),
         "expert columns": distinct_sizes(text, "moe_intermediate_size"),
     }
+    check_columns(hf, actor.cp)
     check_context_split(actor.cp, heads, kv_heads)
     check_engine_split(config.rollout.tp, heads, kv_heads, columns)
     return text.vocab_size, _max_tokens(hf)

@@ -110,6 +110,7 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
     [
         ("gemma2", {}, "actor.fused_lm_head", "soft cap"),
         ("phimoe", {}, "actor.packing", "Phimoe"),
+        ("mamba", {"cp": 2}, "actor.cp", "MambaMixer"),
         ("falcon", {}, "actor.packing", "falcon"),
         ("opt", {}, "actor.fused_lm_head", "opt"),
         ("olmo2", {"lora": LoraConfig(rank=2, targets=["q_proj", "c_attn"])}, "actor.lora.targets", "c_attn"),

@@ -105,16 +105,18 @@ def _has_masked_window(module: nn.Module) -> bool:
 # pack. Kernels that take boundaries exist for some, but the code of transformers without them ignores boundaries.
 
 
-def run_per_sequence(model: nn.Module) -> int:
-    """Let each module of a model that has a convolution over the columns run once for each sequence of a pack.
+def run_per_sequence(model: nn.Module) -> None:
+    """Let each module of a model that has a convolution over the columns run once for each sequence of a pack."""
+    for module in [*model.modules()]:
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            module.forward = _PerSequence(model, type(module).__name__, module.forward)
 
-    Returns:
-        The number of these modules.
-    """
-    modules = [module for module in model.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())]
-    for module in modules:
-        module.forward = _PerSequence(model, type(module).__name__, module.forward)
-    return len(modules)
+
+def check_columns(model: nn.Module, cp: int) -> None:
+    """Raise ConfigError for actor.cp if a layer needs whole sequences and a rank would have a part of their columns."""
+    names = [type(module).__name__ for module in model.modules() if isinstance(module.forward, _PerSequence)]
+    if cp > 1 and names:
+        raise ConfigError("actor.cp", cp, f"the state of a {names[0]} passes through all columns.", "use 1.")
 
 
 class _PerSequence:

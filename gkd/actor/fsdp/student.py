@@ -23,6 +23,7 @@ from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.common.step import BatchSums
+from gkd.actor.fsdp.attention import check_columns
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, freeze_vision, frozen_vision, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import (
@@ -96,6 +97,7 @@ class FsdpStudent(Student):
                 trust_remote_code=trust_remote_code,
                 images=vision != "none",
             )
+            check_columns(hf, cp)
             freeze_vision(hf, vision, dtype)
             reader = ImageProcessor(str(folder)) if vision != "none" else None
             with open_tensors(folder) as tensors:
