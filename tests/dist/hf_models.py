@@ -37,6 +37,9 @@ def make_model_folder(folder: Path, kind: str, *, n_vocab: int = VOCAB, seed: in
     elif kind == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**sizes, **ids, **experts, head_dim=8))
+    elif kind == "gpt_oss":  # windows, sinks, experts with biases in one tensor
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+        model = tf.GptOssForCausalLM(tf.GptOssConfig(**sizes, **ids, **experts, head_dim=8))
     elif kind == "mixtral":  # other names; a number of experts that two ranks do not divide
         model = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, **ids, num_local_experts=3, num_experts_per_tok=2))
     elif kind == "opt":  # layers in a decoder within the backbone

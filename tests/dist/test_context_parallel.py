@@ -17,6 +17,7 @@ import torch
 from gkd.config.loss_spec import LossSpec
 from gkd.data.batching import make_micro_batches
 from tests.dist.helpers import Measured, caught, destroy_groups, run_ranks
+from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.dist.peft_reference import LORA
 from tests.dist.student_cases import as_numpy, build_student, step_in_parts, weights, with_nan
@@ -77,6 +78,7 @@ CASES = [
     Case("megatron", pp=2),
     Case("megatron", "qwen3_moe", ep=2),
     Case("fsdp2", dp=2),
+    Case("fsdp2", "gpt_oss"),
 ]
 _MORE = [
     *(Case(backend, variant="weighted", packed=packed, cp=4) for backend in BACKENDS for packed in FORMS),
@@ -152,6 +154,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     torch.set_num_threads(1)
     for kind in ("qwen3", "qwen2_tied", "qwen3_moe"):
         make_hf_folder(root / kind, kind)
+    make_model_folder(root / "gpt_oss", "gpt_oss")
     make_hf_folder(root / DEEP, "qwen2_tied", n_layers=4)
 
     def measure(key: tuple[int, bool]) -> list[dict[str, Any]]:

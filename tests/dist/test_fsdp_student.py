@@ -42,7 +42,7 @@ SINGLE = "model.safetensors"
 N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
 # name -> whether it supports the fused head. The files of the last three differ from the parameters.
-ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False, "mamba": True}
+ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False, "mamba": True, "gpt_oss": True}
 ARCHITECTURES |= {"gpt_neox": True, "qwen3_moe": True, "mixtral": True}
 CONV1D_LORA = LoraConfig(rank=4, alpha=8.0, targets=["c_attn", "c_proj"])
 
