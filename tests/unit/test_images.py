@@ -274,8 +274,8 @@ def test_each_form_has_the_tokens_of_transformers(here: Path, kind: str, form: s
     again = {"prompt": rendered, "images": names}
     found = [*load(here, kind), *load(here, kind, again, chat_template="never")]
     found += [] if rendered.startswith("SYSTEM") else load(here, kind, again)
-    own, *plain = load(here, kind, row, *({"prompt": "x", "images": none} for none in ([], None)))
-    assert [[*prompt.token_ids] for prompt in plain] == [expected(here, kind, said("x"))[1]] * 2
+    own, *plain = load(here, kind, row, *({"prompt": "x", "images": none} for none in ([], None, "")))
+    assert [[*prompt.token_ids] for prompt in plain] == [expected(here, kind, said("x"))[1]] * 3
     for prompt in (own, *found):
         assert [*prompt.token_ids] == ids and [image.data for image in prompt.images] == [FILES[name] for name in names]
 
@@ -321,7 +321,7 @@ WRONG: list[tuple[str, Any, Any, str, dict[str, Any]]] = [  # key, prompt, image
     (PROMPT, "SYSTEM: Hi. USER: <image>\nx ASSISTANT:", "a.png", "rendered already", {}),
     (IMAGES, "x", "a.png", "2 placeholders", {"system_prompt": "<image>"}),
     (IMAGES, "x", "a.png", "0 placeholders", {"chat_template": "never"}),
-    (IMAGES, "x", "", "directory", {}), (IMAGES, "x", [None], "neither bytes", {}),
+    (IMAGES, "x", [""], "directory", {}), (IMAGES, "x", [None], "neither bytes", {}),
     (IMAGES, "x", [["a.png"]], "neither bytes", {}), (IMAGES, "x", {"bytes": None, "path": None}, "neither bytes", {}),
     (IMAGES, "x", "c.png", "No such file", {}), (IMAGES, "x", "https://a/b.png", "reads local files", {}),
     (IMAGES, "x", "data:image/png;base64,#", "base64", {}), (IMAGES, "x", "rows.jsonl", "is not a JPEG", {}),
