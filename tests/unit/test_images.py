@@ -280,6 +280,16 @@ def test_each_form_has_the_tokens_of_transformers(here: Path, kind: str, form: s
         assert [*prompt.token_ids] == ids and [image.data for image in prompt.images] == [FILES[name] for name in names]
 
 
+def test_images_that_a_template_numbers(here: Path) -> None:
+    """Fails if Qwen's `add_vision_id` calls two images of a conversation "Picture 1", as it does in a message alone."""
+    numbers: dict[str, Any] = {"chat_template_kwargs": {"add_vision_id": True}}
+    (prompt,) = load(here, "qwen3_vl", {"prompt": [*TALK, said("A|x|B")]}, **numbers)
+    assert [*prompt.token_ids] == expected(here, "qwen3_vl", *TALK, said("A|x|B"), add_vision_id=True)[1]
+    with refuses("data.prompt_key") as caught:
+        load(here, "qwen3_vl", {"prompt": [said("A|x"), *TALK[2:], said("B|y")]}, **numbers)
+    assert "rows.jsonl:1 in another way than" in caught.value.problem
+
+
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_conversations_of_llava_instruct(here: Path, kind: str) -> None:
     """Fails if a later turn is read with other tokens than transformers', or the user's text is learned."""
