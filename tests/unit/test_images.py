@@ -252,6 +252,8 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "parts": ({"prompt": [said("*|x|*")], **BOTH}, [said("A|x|B")]),
     "numbered": ({"prompt": [said("*|x", index=0), said("*|y", index=1)], **BOTH}, [said("A|x"), said("B|y")]),
     "two texts": ({"prompt": [said("*|x|y")], **ONE}, [said("A|x|y")]),
+    "texts and a column": ({"prompt": [said("x|y")], **ONE}, [said("A|x|y")]),
+    "texts before": ({"prompt": [said("x|y"), TALK[2], said("*|z")], **ONE}, [said("x|y"), TALK[2], said("A|z")]),
     "openai": ({"prompt": [{"role": "user", "content": [OPENAI, {"type": "text", "text": "x"}]}]}, [said("A|x")]),
     "column": ({"prompt": "What?", **BOTH}, [said("A|B|What?")]),
     "behind a system": ({"prompt": [TALK[0], said("x")], **ONE}, [TALK[0], said("A|x")]),
@@ -303,6 +305,10 @@ def test_conversations_of_llava_instruct(here: Path, kind: str) -> None:
     assert whole == expected(here, kind, *turns, add_generation_prompt=False)[1][: len(whole)]
     learned = tokenizer.decode(prompt.response_ids[prompt.own]).replace(" ", "")
     assert learned == "Acat.<|im_end|>Red.<|im_end|>"
+    turns[2] = said("Its |color?")
+    (prompt,) = load(here, kind, {"talk": turns}, **settings)
+    whole = [*prompt.token_ids, *prompt.response_ids]
+    assert whole == expected(here, kind, *turns, add_generation_prompt=False)[1][: len(whole)]
 
 
 def test_the_teachers_own_prompt(here: Path) -> None:
