@@ -100,8 +100,7 @@ def read_conversation(
 ) -> Conversation:
     """Return the conversation of a column's value.
 
-    Contents that are lists of text parts are joined with line feeds, as vLLM's server does; the user's stay parts in
-    runs with images.
+    Lists of text parts are joined with line feeds, as vLLM's server does; in runs with images the user's stay parts.
 
     Args:
         value: text, a list of messages with role and content or with from and value, or such a list as JSON text.
