@@ -11,9 +11,10 @@ import numpy as np
 
 # The forms of templates: Qwen's writes an image where it stands, LLaVA's puts all in front and reads parts alone.
 QWEN_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
+    "{% set count = namespace(value=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}"
+    "{% set count.value = count.value + 1 %}{% if add_vision_id %}Picture {{ count.value }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -100,7 +100,7 @@ def read_conversation(
 ) -> Conversation:
     """Return the conversation of a column's value.
 
-    Contents that are lists of text parts are joined with line feeds, as vLLM's server does.
+    Lists of text parts are joined with line feeds, as vLLM's server does; in runs with images the user's stay parts.
 
     Args:
         value: text, a list of messages with role and content or with from and value, or such a list as JSON text.
@@ -302,7 +302,7 @@ def _message(
         raise _refused(setting, where, f"has {quoted(calls)} as the tool calls of message {i}")
     content = "" if content is None and calls else content
     parts = isinstance(content, list)
-    text = _joined(content, i, setting, where, images) if parts else content
+    text = _joined(content, i, name, setting, where, images) if parts else content
     if not isinstance(text, str):
         found = f"has {quoted(content)} as the content of message {i} ({name}), expected text"
         raise _refused(setting, where, found)
@@ -315,7 +315,7 @@ def call_arguments(message: Mapping[str, Any]) -> list[Any]:
     return [(call.get("function") or call).get("arguments", {}) for call in message.get("tool_calls", ())]
 
 
-def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: list[Any] | None) -> str:
+def _joined(parts: Sequence[Any], i: int, role: str, setting: Setting, where: str, images: list[Any] | None) -> str:
     texts = []
     n_images = len(images or ())
     for part in parts:
@@ -335,7 +335,8 @@ def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str, images: 
             raise _refused(setting, where, f"has {quoted(part)} in message {i}, and {what}")
         texts.append(fields["text"])
     # Templates write parts one after the other; vLLM's server, for those that take texts alone, with line feeds.
-    return (BORDER if len(images or ()) > n_images else "\n").join(texts)
+    stay_parts = images is not None and (role == "user" or len(images) > n_images)
+    return BORDER.join(filter(None, texts)) if stay_parts else "\n".join(texts)
 
 
 def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigError:

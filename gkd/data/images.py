@@ -59,7 +59,7 @@ class ImageReader:
             ConfigError: an image cannot be read, or there are more or fewer places than images.
         """
         column = row.get(self.key)
-        values = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
+        values = [] if column in (None, "") else list(column) if isinstance(column, list | tuple) else [column]
         given = list(prompt.images)
         texts = [message["content"] for message in prompt.messages] if prompt.messages else [prompt.text]
         whole = "".join(texts)

@@ -284,6 +284,7 @@ class RowReader:
             raise ConfigError(*setting, problem, "write messages, or use data.teacher_prompt_key.")
         other = None if view is None else self._teacher_renderer.render(view, self._views.setting, where)
         if self._images is not None:
+            turns = tuple(({**each, "content": self._renderer.with_parts(each, where)}, own) for each, own in turns)
             rendered = replace(rendered, ids=self._images.expand(rendered.ids, images, where))
             other = None if other is None else replace(other, ids=self._images.expand(other.ids, images, where))
         read = ReadRow(rendered, other, prompt.response, self._routes.of(row, where), turns, images)

@@ -26,6 +26,7 @@ AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
 _TAIL = 200  # characters of a prompt: more than any template writes at the beginning of an answer
 SYSTEM = ("system", "developer")  # roles
+_PARTS = re.compile(f"({IMAGE})|{BORDER}")  # where a content with images or several texts is in parts
 NO_THOUGHTS = "set data.chat_template_kwargs: {enable_thinking: false} if the template has it"
 Message = dict[str, Any]
 Tools = tuple[dict[str, Any], ...]
@@ -158,13 +159,13 @@ class PromptRenderer:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), AS_IS)
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
         marked = messages
-        if any(IMAGE in message["content"] for message in messages):
-            messages = tuple({**each, "content": self._with_images(each, where)} for each in messages)
+        if any(_PARTS.search(message["content"]) for message in messages):
+            messages = tuple({**each, "content": self.with_parts(each, where)} for each in messages)
         if self._system and not has_system(prompt):
             messages = ({"role": "system", "content": self._system}, *messages)
         text = self._apply(messages, prompt.tools, where=where)
         self._check(text, messages, setting, where, prompt.tools)
-        self._check_images(text, marked, setting, where, prompt.tools)
+        self._check_parts(text, marked, setting, where, prompt.tools)
         self.dated = self.dated or (self._date if self._date in text else "")
         ids = self._encode(text, setting, where, begins=self._image_token is None)
         return Rendered(text, ids, prompt.converted, tuple(messages), prompt.tools)
@@ -187,10 +188,10 @@ class PromptRenderer:
         messages = (*prompt.messages, *messages)
         return Rendered(self._apply(messages, prompt.tools, where=where), [], "", messages, prompt.tools)
 
-    def _with_images(self, message: Message, where: str) -> str:
+    def with_parts(self, message: Message, where: str) -> str:
         """Return what the template writes for a message's texts and images, which some templates put in front."""
         content = message["content"]
-        if IMAGE not in content:
+        if not _PARTS.search(content):
             return str(content)
         before, after = self._frame((message["role"],)).pieces or ("", "")
         parts = _parts_of(content)
@@ -202,17 +203,18 @@ class PromptRenderer:
             found = found.replace(name, text)
         return found.removesuffix(after)
 
-    def _check_images(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
-        """Raise ConfigError unless the template writes the same for messages whose images are parts."""
-        if not any(IMAGE in message["content"] for message in messages):
+    def _check_parts(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
+        """Raise ConfigError unless the template writes the same for messages whose images and texts are parts."""
+        if not any(_PARTS.search(message["content"]) for message in messages):
             return
         system = [{"role": "system", "content": self._system}] if self._system and not _has_system(messages) else []
         with_parts = [
-            {**each, "content": _parts_of(each["content"])} if IMAGE in each["content"] else each for each in messages
+            {**each, "content": _parts_of(each["content"])} if _PARTS.search(each["content"]) else each
+            for each in messages
         ]
         if self._apply([*system, *with_parts], tools, where=where) != text:
-            problem = f"the chat template writes the images of {where} in another way than those of one message alone."
-            raise ConfigError(*setting, problem, "use one image, or no data.chat_template_kwargs.")
+            problem = f"the chat template writes the parts of {where} in another way than those of one message alone."
+            raise ConfigError(*setting, problem, "use one image or text, or no data.chat_template_kwargs.")
 
     def cut(self, prompt: Rendered, limit: int, side: str) -> Rendered | None:
         """Return a prompt without the tokens above a limit; the beginning of the sequence stays.
@@ -448,7 +450,7 @@ def _has_system(messages: Sequence[Message]) -> bool:
 
 def _parts_of(content: str) -> list[dict[str, str]]:
     """Return a text with marks of images as parts, as templates take them."""
-    texts = re.split(f"({IMAGE})|{BORDER}", content)
+    texts = _PARTS.split(content)
     return [{"type": "image"} if each == IMAGE else {"type": "text", "text": each} for each in texts if each]
 
 

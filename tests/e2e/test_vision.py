@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,25 @@ from gkd.types import Rollout, TeacherScores
 from tests.e2e.conftest import ALONE
 from tests.service.harness import ServerProcess
 from tests.vision_models import picture, save_vision_model
-from tests.vision_reference import logits_of, train
+from tests.vision_reference import add_adapters, logits_of, train
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
 TRAINED = "model.freeze_vision=false"
+LORA = "actor.lora.rank=4"
+REFERENCE = "distill.reference_kl_weight=0.5"
+SCORED = "distill.on_policy_share=0"  # with the scores of `gkd score`, and without the teacher
+STREAM = "trainer.scheduler=stream", "rollout.max_num_seqs=4"  # weights change in the middle of responses
 # Model type, options of the teacher, of the run.
-CI = [("llava", "hf", (TRAINED, "trainer.n_gpus_per_node=2"))]
+CI = [
+    ("llava", "hf", (TRAINED, "trainer.n_gpus_per_node=2")),
+    ("llava", "hf", (*STREAM, LORA, "weight_sync.lora=adapters", REFERENCE)),
+]
 SLOW = [
+    ("llava", "hf", (*STREAM, TRAINED, REFERENCE, "trainer.n_gpus_per_node=2")),
+    ("llava", "hf", (TRAINED, SCORED, "data.val_files=[]")),
     ("llava", "vllm", ("actor.packing=false",)),
     ("llava", "hf", (TRAINED, "trainer.scheduler=one_step_off", "actor.recompute=full")),
-    ("llava", "", ("teacher.backend=local", "trainer.colocate=true")),
+    ("llava", "", ("teacher.backend=local", "trainer.colocate=true", LORA)),
     ("qwen3_vl", "hf", ("actor.packing=false",)),
     ("qwen3_vl", "hf", (TRAINED, "rollout.n_gpus_per_node=2", "rollout.tp=2")),
     ("qwen2_5_vl", "vllm", (TRAINED, "trainer.n_gpus_per_node=2", "trainer.scheduler=one_step_off")),
@@ -61,9 +71,9 @@ class Folder:
     def teacher(self) -> Path:
         return self.root / "teacher"
 
-    def run(self, port: int, *options: str) -> Path:
-        """Run the trainer to its end, and return the run folder."""
-        run_dir = self.root / "run"
+    def run(self, port: int, *options: str, name: str = "run", program: str = "gkd.main_gkd") -> Path:
+        """Run the trainer, or another program, to its end, and return the run folder."""
+        run_dir = self.root / name
         settings = [
             *(f"data.train_files=[{self.root}/train.jsonl]", f"data.val_files=[{self.root}/train.jsonl]"),
             *("data.images_key=images", "data.truncation=drop", "data.max_prompt_length=128"),
@@ -73,11 +83,12 @@ class Folder:
             *("actor.micro_batch_size=4", "actor.optim.lr=0.003", "actor.optim.eps=1e-4", "rollout.n=2"),
             *("rollout.max_num_seqs=16", "rollout.kv_cache_mib=32", "teacher.topk=64", "trainer.cpu_cores=1"),
             *("weight_sync.bucket_mib=1", "weight_sync.verify=always"),
+            *((f"teacher.store={self.root}/store",) if SCORED in options else ()),
             *((f"teacher.server_port={port}", "teacher.wire=fp32") if port else (f"teacher.path={self.teacher}",)),
         ]
         config = self.root / "base.yaml"
         config.write_text("{}\n")
-        command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *settings, *options]
+        command = [sys.executable, "-m", *program.split(), "--config", str(config), *settings, *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return run_dir
@@ -99,45 +110,52 @@ def make_folder(root: Path, kind: str) -> Folder:
             {"prompt": "How are you?"},
             {"prompt": "First <image> then <image>?", "images": [f"{i}.png", f"{i // 2}.png"]},
         ]
-    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answered = ({**row, "response": f"It is {i % 7}."} for i, row in enumerate(rows))
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
     return made
 
 
-def recompute(
-    folder: Folder, run_dir: Path, frozen: bool, stale: bool
-) -> tuple[list[float], dict[str, Tensor], float, float]:
-    """Return the loss of each step, the weights after all, and the largest error of engine and teacher.
-
-    Args:
-        stale: the engine's weights are those of the step only in the first one.
-    """
-    student, teacher = (AutoModelForImageTextToText.from_pretrained(each) for each in (folder.student, folder.teacher))
+def recompute(folder: Folder, run_dir: Path, options: tuple[str, ...]) -> tuple[list[float], Any, float, float]:
+    """Return the loss of each step, the model after all, and the largest error of engine and teacher."""
+    student, teacher, reference = (
+        AutoModelForImageTextToText.from_pretrained(each) for each in (folder.student, folder.teacher, folder.student)
+    )
     processor = AutoImageProcessor.from_pretrained(folder.student)
+    student = add_adapters(student, rank=4, alpha=16.0, seed=1) if LORA in options else student
     steps = []
     errors = [0.0, 0.0]
     for step in range(1, 4):
         read = [read_sequences(file) for file in sorted((run_dir / "batches").glob(f"step_*{step}/*.npz"))]
         steps.append([pair for rollouts, scores in read for pair in zip(rollouts, scores or (), strict=True)])
 
-    def see(step: int, rollout: Rollout, scores: TeacherScores, logits: Tensor) -> None:
-        if scores.topk is not None and (step == 1 or not stale):
-            errors[0] = max(errors[0], _engine_error(logits, rollout, student.config))
+    def see(step: int, rollout: Rollout, scores: TeacherScores) -> None:
+        if rollout is steps[step - 1][0][0]:  # later steps have tokens of these weights, too
+            with torch.no_grad():
+                for other, _ in chain(*steps):
+                    if any(span.policy_version == step - 1 for span in other.version_spans):
+                        own = logits_of(student, processor, other)
+                        errors[0] = max(errors[0], _engine_error(own, other, student.config, step - 1))
+        if scores.topk is not None:
             with torch.no_grad():
                 own = logits_of(teacher, processor, rollout).log_softmax(-1)
             listed = own.gather(1, torch.from_numpy(scores.topk.topk_ids.astype(np.int64)))
             errors[1] = max(errors[1], float((listed - torch.from_numpy(scores.topk.topk_logprobs)).abs().max()))
 
-    losses, _ = train(student, processor, steps, frozen=frozen, weight_decay=0.01, clip=1.0, see=see, **ADAMW)
-    student.save_pretrained(folder.root / "recomputed")
-    return losses, load_file(folder.root / "recomputed/model.safetensors"), *errors
+    settings: dict[str, Any] = {"frozen": TRAINED not in options, "weight_decay": 0.01, "clip": 1.0, "see": see}
+    if REFERENCE in options:
+        settings |= {"reference": reference, "reference_weight": 0.5}
+    losses, _ = train(student, processor, steps, **settings, **ADAMW)
+    return losses, student.merge_and_unload() if LORA in options else student, *errors
 
 
-def _engine_error(logits: Tensor, rollout: Rollout, config: Any) -> float:
+def _engine_error(logits: Tensor, rollout: Rollout, config: Any, version: int) -> float:
+    """Return the largest error of the tokens that the engine sampled with this version of the weights."""
     for name in ("image_token_id", "video_token_id"):  # the engine never samples them
         if getattr(config, name, None) is not None:
             logits[:, getattr(config, name)] = -torch.inf
     own = logits.log_softmax(-1).gather(1, torch.from_numpy(rollout.response_ids.astype(np.int64))[:, None])[:, 0]
-    return float(np.abs(own.numpy() - rollout.rollout_logprobs).max())
+    errors = np.abs(own.numpy() - rollout.rollout_logprobs)
+    return float(max(errors[s.start : s.stop].max() for s in rollout.version_spans if s.policy_version == version))
 
 
 def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dict[str, float]:
@@ -148,19 +166,20 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
     folder = make_folder(root, kind)
     if engine:
         flags = "--images", "--engine", engine, "--dtype", "float32"
+        program = "gkd.cli score" if SCORED in options else "gkd.main_gkd"
         with ServerProcess(folder.teacher, root, options=flags) as server:
-            run_dir = folder.run(server.port, *options)
-    else:
-        run_dir = folder.run(0, *options)
-    frozen = TRAINED not in options
-    stale = "trainer.scheduler=one_step_off" in options
-    losses, weights, engine_error, teacher_error = recompute(folder, run_dir, frozen, stale)
+            run_dir = folder.run(server.port, *options, program=program)
+    if SCORED in options or not engine:
+        run_dir = folder.run(server.port if engine else 0, *options)
+    losses, model, engine_error, teacher_error = recompute(folder, run_dir, options)
+    model.save_pretrained(root / "recomputed")
+    weights = load_file(root / "recomputed/model.safetensors")
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     own = np.array([row["loss/total"] for row in steps if row["step"]])
     source, exported = load_file(folder.student / "model.safetensors"), load_file(run_dir / "export/model.safetensors")
     assert exported.keys() == source.keys()
     moved = {name for name in source if not torch.equal(source[name], exported[name])}
-    assert any(name.startswith(("vision_tower", "visual", "model.visual")) for name in moved) is not frozen
+    assert any(name.startswith(("vision_tower", "visual", "model.visual")) for name in moved) == (TRAINED in options)
     # transformers 5 saves LLaVA's tower under other names than the hub has.
     named = {name.replace("vision_tower.vision_model.", "vision_tower."): tensor for name, tensor in exported.items()}
     weights = {name.replace("vision_tower.vision_model.", "vision_tower."): each for name, each in weights.items()}
@@ -182,13 +201,22 @@ def test_a_run_equals_plain_transformers(tmp_path: Path, kind: str, engine: str,
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
-    """Fails if a checkpoint lacks a part of the trained tower, or the images of a batch that was in flight."""
+@pytest.mark.parametrize("scheduler", [("trainer.scheduler=one_step_off", TRAINED), (*STREAM, LORA, REFERENCE)])
+def test_a_run_is_made_again_bit_by_bit(tmp_path: Path, scheduler: tuple[str, ...]) -> None:
+    """Fails if a checkpoint lacks a part of what is trained, or the images of a batch in flight; or a recorded batch,
+    or a part of it, lacks its images, or has other ones.
+    """
     folder = make_folder(tmp_path, "llava")
-    options = TRAINED, "trainer.scheduler=one_step_off", "trainer.save_every=1", "trainer.keep_last=9"
+    options = *scheduler, "trainer.save_every=1", "trainer.keep_last=9"
     with ServerProcess(folder.teacher, tmp_path, options=("--images", "--engine", "hf", *ALONE)) as server:
         run_dir = folder.run(server.port, *options)
         expected = (run_dir / "export/model.safetensors").read_bytes()
-        shutil.rmtree(run_dir / "export")
-        folder.run(server.port, *options, f"trainer.resume={run_dir}/checkpoints/step_00000001")
-    assert (run_dir / "export/model.safetensors").read_bytes() == expected
+        again = folder.run(server.port, *options, f"trainer.replay={run_dir}/batches", name="again")
+        assert (again / "export/model.safetensors").read_bytes() == expected
+        assert expected != (folder.student / "model.safetensors").read_bytes()
+        if "trainer.scheduler=stream" not in options:  # its batches depend on timing
+            shutil.rmtree(run_dir / "export")
+            folder.run(server.port, *options, f"trainer.resume={run_dir}/checkpoints/step_00000001")
+            assert (run_dir / "export/model.safetensors").read_bytes() == expected
+    one_step = [sys.executable, "-m", "gkd.tools.replay", str(run_dir), "--step", "3"]  # without the teacher
+    assert b"bit by bit" in subprocess.run(one_step, stdout=subprocess.PIPE, timeout=200, check=True).stdout

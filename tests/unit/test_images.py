@@ -256,6 +256,8 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "parts": ({"prompt": [said("*|x|*")], **BOTH}, [said("A|x|B")]),
     "numbered": ({"prompt": [said("*|x", index=0), said("*|y", index=1)], **BOTH}, [said("A|x"), said("B|y")]),
     "two texts": ({"prompt": [said("*|x|y")], **ONE}, [said("A|x|y")]),
+    "texts and a column": ({"prompt": [said("x|y")], **ONE}, [said("A|x|y")]),
+    "texts before": ({"prompt": [said("x|y"), TALK[2], said("*|z")], **ONE}, [said("x|y"), TALK[2], said("A|z")]),
     "openai": ({"prompt": [{"role": "user", "content": [OPENAI, {"type": "text", "text": "x"}]}]}, [said("A|x")]),
     "column": ({"prompt": "What?", **BOTH}, [said("A|B|What?")]),
     "behind a system": ({"prompt": [TALK[0], said("x")], **ONE}, [TALK[0], said("A|x")]),
@@ -278,10 +280,20 @@ def test_each_form_has_the_tokens_of_transformers(here: Path, kind: str, form: s
     again = {"prompt": rendered, "images": names}
     found = [*load(here, kind), *load(here, kind, again, chat_template="never")]
     found += [] if rendered.startswith("SYSTEM") else load(here, kind, again)
-    own, *plain = load(here, kind, row, *({"prompt": "x", "images": none} for none in ([], None)))
-    assert [[*prompt.token_ids] for prompt in plain] == [expected(here, kind, said("x"))[1]] * 2
+    own, *plain = load(here, kind, row, *({"prompt": "x", "images": none} for none in ([], None, "")))
+    assert [[*prompt.token_ids] for prompt in plain] == [expected(here, kind, said("x"))[1]] * 3
     for prompt in (own, *found):
         assert [*prompt.token_ids] == ids and [image.data for image in prompt.images] == [FILES[name] for name in names]
+
+
+def test_images_that_a_template_numbers(here: Path) -> None:
+    """Fails if Qwen's `add_vision_id` calls two images of a conversation "Picture 1", as it does in a message alone."""
+    numbers: dict[str, Any] = {"chat_template_kwargs": {"add_vision_id": True}}
+    (prompt,) = load(here, "qwen3_vl", {"prompt": [*TALK, said("A|x|B")]}, **numbers)
+    assert [*prompt.token_ids] == expected(here, "qwen3_vl", *TALK, said("A|x|B"), add_vision_id=True)[1]
+    with refuses("data.prompt_key") as caught:
+        load(here, "qwen3_vl", {"prompt": [said("A|x"), *TALK[2:], said("B|y")]}, **numbers)
+    assert "rows.jsonl:1 in another way than" in caught.value.problem
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -297,6 +309,10 @@ def test_conversations_of_llava_instruct(here: Path, kind: str) -> None:
     assert whole == expected(here, kind, *turns, add_generation_prompt=False)[1][: len(whole)]
     learned = tokenizer.decode(prompt.response_ids[prompt.own]).replace(" ", "")
     assert learned == "Acat.<|im_end|>Red.<|im_end|>"
+    turns[2] = said("Its |color?")
+    (prompt,) = load(here, kind, {"talk": turns}, **settings)
+    whole = [*prompt.token_ids, *prompt.response_ids]
+    assert whole == expected(here, kind, *turns, add_generation_prompt=False)[1][: len(whole)]
 
 
 def test_the_teachers_own_prompt(here: Path) -> None:
@@ -325,7 +341,7 @@ WRONG: list[tuple[str, Any, Any, str, dict[str, Any]]] = [  # key, prompt, image
     (PROMPT, "SYSTEM: Hi. USER: <image>\nx ASSISTANT:", "a.png", "rendered already", {}),
     (IMAGES, "x", "a.png", "2 placeholders", {"system_prompt": "<image>"}),
     (IMAGES, "x", "a.png", "0 placeholders", {"chat_template": "never"}),
-    (IMAGES, "x", "", "directory", {}), (IMAGES, "x", [None], "neither bytes", {}),
+    (IMAGES, "x", [""], "directory", {}), (IMAGES, "x", [None], "neither bytes", {}),
     (IMAGES, "x", [["a.png"]], "neither bytes", {}), (IMAGES, "x", {"bytes": None, "path": None}, "neither bytes", {}),
     (IMAGES, "x", "c.png", "No such file", {}), (IMAGES, "x", "https://a/b.png", "reads local files", {}),
     (IMAGES, "x", "data:image/png;base64,#", "base64", {}), (IMAGES, "x", "rows.jsonl", "is not a JPEG", {}),
