@@ -10,7 +10,7 @@ from time import sleep
 from gkd.config.schema import Config
 from gkd.errors import DataError, HealthAlarm
 from gkd.log import get_logger
-from gkd.metrics.health_checks import CHECKS, NEED_EQUAL_SAMPLING, Check, History, NoNumbers
+from gkd.metrics.health_checks import CHECKS, FLOAT32_LIMITS, NEED_EQUAL_SAMPLING, Check, History, NoNumbers
 from gkd.metrics.step import NO_LOSS
 from gkd.run.disk import naming
 from gkd.run.interrupts import interruptible
@@ -71,6 +71,8 @@ class Monitor:
     def of(cls, config: Config) -> Monitor:
         """Return the monitor of a run, without the checks that its settings make meaningless."""
         rollout, limits = config.rollout, dict(config.health.limits)
+        if config.model.dtype == "float32":
+            limits = FLOAT32_LIMITS | limits
         temperatures = {route.teacher.temperature for route in config.derived.routes}
         if temperatures != {rollout.temperature} or rollout.truncation or config.trainer.replay:
             limits |= dict.fromkeys(NEED_EQUAL_SAMPLING, 0.0)

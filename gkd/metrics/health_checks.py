@@ -154,6 +154,15 @@ def ends_disagree(history: History, limit: float) -> Verdict:
     return Verdict(share > limit and kl > KL_MARGIN, f"eval/end_kl_share {share:.3g} of {kl:.3g} nats, limit {limit:g}")
 
 
+def engine_logprobs(history: History, limit: float) -> Verdict:
+    """Judge whether the engines compute another model than the student: in the first step, or in the last ones."""
+    values = history.means(FRESH_KL, 1)
+    if len(values) == 1 and history.begins_at == 1:  # no sync has brought other weights, so it is no matter of chance
+        text = f"{FRESH_KL} {values[0]:.3g} before the first update, limit {limit:g}"
+        return Verdict(bool(values[0] > limit), text)
+    return _compared(history, limit, FRESH_KL, 1)
+
+
 def stale_rollouts(history: History, limit: float) -> Verdict:
     """Judge whether stale rollouts are as far from the student as the student is from the teacher."""
     kl = history.any_new(*KL)
@@ -171,7 +180,7 @@ _JUDGES: dict[str, tuple[float, Judge]] = {
     "overlap_falls": (0.1, overlap_falls),
     "no_gap": (0.005, no_gap),
     "kl_rises": (1.5, kl_rises),
-    "engine_logprobs": (0.02, partial(_compared, key=FRESH_KL, sign=1)),
+    "engine_logprobs": (0.02, engine_logprobs),
     "stale_rollouts": (0.9, stale_rollouts),
     "ends_disagree": (0.3, ends_disagree),
 }
@@ -206,5 +215,6 @@ def _checks(page: str) -> tuple[Check, ...]:
 
 
 CHECKS = _checks((files("gkd.metrics") / "health.md").read_text(encoding="utf-8"))
+FLOAT32_LIMITS = {"engine_logprobs": 1e-3}  # rounding to 16 bits needs larger ones
 # These compare the engine's distribution with the student's at the temperature of the loss.
 NEED_EQUAL_SAMPLING = ("engine_logprobs", "stale_rollouts")

@@ -12,7 +12,7 @@ from gkd.config.load import load_config
 from gkd.config.schema_sections import HEALTH_CHECKS
 from gkd.metrics.catalog import ROWS
 from gkd.metrics.health import PREFIX, Changes, Monitor
-from gkd.metrics.health_checks import CHECKS, N_RECENT, NEED_EQUAL_SAMPLING, History, NoNumbers
+from gkd.metrics.health_checks import CHECKS, FLOAT32_LIMITS, N_RECENT, NEED_EQUAL_SAMPLING, History, NoNumbers
 
 ROOT = Path(__file__).resolve().parents[2]
 Series = dict[str, Sequence[float | None]]
@@ -96,6 +96,16 @@ def test_where_an_evaluation_has_its_kl(share: list[float], kl: float, step: int
     cleared = monitor.feed({"step": 9, "eval/end_kl_share": 0.1, "eval/kl": kl}).cleared
     assert [alarm.check.name for alarm in cleared] == [check] * (step > 0)
     assert check not in dict(started(feed(Monitor({check: 1e9}), series)))
+
+
+def test_engines_that_compute_another_model_are_found_in_the_first_step() -> None:
+    """Fails if a model that vLLM computes differently trains for three steps without a word, or float32 is as loose."""
+    tight = Monitor(FLOAT32_LIMITS)
+    for monitor, kl, step in ((Monitor(), 0.05, 1), (Monitor(), 0.01, 0), (tight, 0.0017, 1), (tight, 1e-6, 0)):
+        changes = feed(monitor, {"loss/engine_kl": [kl] * 9, "staleness/max": [0.0] * 9})
+        assert dict(started(changes)).get("engine_logprobs", 0) == step
+    resumed = feed(Monitor(), {"loss/engine_kl": [0.05] * 9, "staleness/max": [0.0] * 9}, first_step=40)
+    assert dict(started(resumed)) == {"engine_logprobs": 42}
 
 
 def test_without_a_distribution_the_sampled_kl_is_judged() -> None:
