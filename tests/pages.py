@@ -55,7 +55,14 @@ def _config_tables() -> str:
 def _key_row(each: DeclaredKey) -> tuple[str, ...]:
     key = each.key
     resume = key.resume if isinstance(key.resume, str) else "yes" if key.resume else "no"
-    return f"`{each.name}`", each.type, f"`{each.default!r}`", key.all_limits(), resume, key.help
+    return (
+        f"`{each.name}`",
+        each.type,
+        f"`{'auto' if each.default is None else repr(each.default)}`",
+        key.all_limits(),
+        resume,
+        key.help,
+    )
 
 
 def _placeholders() -> str:

@@ -39,7 +39,7 @@ class ActorPool:
         self._timeout_s = config.trainer.stage_timeout_s
         self._layouts = layouts_of(config.actor, len(workers))
         self.dp_size = self._layouts[0].dp
-        self._in_step = config.actor.strategy == "fsdp2" or config.actor.ep > 1  # collectives in each micro-batch
+        self._in_step = config.actor.backend_name == "fsdp2" or config.actor.ep > 1  # collectives in each micro-batch
         self._spans: list[ProcessSpans] = []
 
     @cached_property

@@ -246,12 +246,12 @@ def build_student(
         "device": device,
         "loss": derived.loss,
         "signals": derived.signals,
-        "fused_lm_head": actor.fused_lm_head,
+        "fused_lm_head": actor.fuses,
         "n_vocab": config.model.n_vocab,
         "seed": config.data.seed,
         "on_phase": on_phase,
     }
-    return _BUILD[actor.strategy](config, layout, collective_timeout_s, common)
+    return _BUILD[actor.backend_name](config, layout, collective_timeout_s, common)
 
 
 # The backends are imported in their functions, because the driver imports the worker for its class alone.
@@ -281,7 +281,7 @@ def _fsdp(config: Config, layout: ParallelLayout, collective_timeout_s: float, c
     return FsdpStudent(
         config.model.path,
         recompute=config.actor.recompute,
-        packing=config.actor.packing,
+        packing=config.actor.packs,
         cp=config.actor.cp,
         cpu_offload=config.actor.fsdp_cpu_offload,
         collective_timeout_s=collective_timeout_s,

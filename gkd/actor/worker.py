@@ -333,7 +333,7 @@ class ActorWorker(ActorRank):
                 scores,
                 micro_batch_size=actor.micro_batch_size,
                 max_tokens=actor.max_tokens_per_micro_batch,
-                packed=actor.packing,
+                packed=actor.packs,
                 pair=self._pair,
             )
         return batches, rollouts

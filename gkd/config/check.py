@@ -20,6 +20,7 @@ from gkd.config.check_losses import (
 from gkd.config.check_values import check_value, check_values, template_parts
 from gkd.config.declare import function_name, is_path
 from gkd.config.schema import ENGINE_RANKS, Config, Derived, Route
+from gkd.config.schema_actor import AUTO
 from gkd.config.schema_actor import BACKENDS as STUDENT_BACKENDS
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES
 from gkd.config.schema_teacher import ACTOR, MAX_NAME_LENGTH
@@ -39,7 +40,7 @@ def check_strategy(config: Config) -> None:
         if value not in limit.values:
             other = next(other for other, backend in STUDENT_BACKENDS.items() if backend.supports(name, value))
             fix = f"use {' or '.join(map(str, limit.values))}, or actor.strategy={other}."
-            raise config.error(f"actor.{name}", f"actor.strategy={a.strategy} {limit.why}.", fix)
+            raise config.error(f"actor.{name}", f"actor.strategy={a.backend_name} {limit.why}.", fix)
     if not a.lora.rank:
         problem = "actor.lora.rank is 0, so all weights are trained."
         config.check_unused(["actor.lora.alpha", "actor.lora.targets"], problem, "remove it, or set actor.lora.rank.")
@@ -55,7 +56,7 @@ def _check_context_parallel(config: Config) -> None:
     if config.teacher.tokenizer:
         problem = f"a text may begin in one rank's columns and end in another's, and actor.cp is {config.actor.cp}."
         raise config.error("teacher.tokenizer", problem, "remove it, or use actor.cp=1.")
-    if config.actor.strategy == "fsdp2" and not config.actor.packing:
+    if config.actor.backend_name == "fsdp2" and not config.actor.packs:
         problem = "without packing the model's own attention is used, which needs whole sequences."
         raise config.error("actor.cp", problem, "use 1, or actor.packing=true.")
 
@@ -359,7 +360,7 @@ def check_images(config: Config) -> None:
     if not config.data.images_key:
         config.check_unused(["model.freeze_vision"], "data.images_key is empty.", f"remove it, or set {key}.")
         return
-    if config.actor.strategy != "fsdp2":
+    if config.actor.strategy not in (AUTO, "fsdp2"):
         problem = f"actor.strategy={config.actor.strategy} trains a language model without its vision tower."
         raise config.error(key, problem, "remove it, or use actor.strategy=fsdp2.")
     if config.actor.cp > 1:

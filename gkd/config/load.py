@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import old_answer, suggestion
 from gkd.config.schema import Config
+from gkd.config.schema_actor import AUTO
 from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
 from gkd.errors import ConfigError
@@ -36,6 +37,7 @@ _EXPECTED = {
     "int": "an integer, e.g. 100",
     "float": "a number, e.g. 0.5",
     "bool": "true or false",
+    "bool | None": "auto, true or false",
     "str": "a text",
     "int | str": "steps, e.g. 100, or a time, e.g. 30min",
     "list[str]": "a list, e.g. [a, b]",
@@ -221,10 +223,13 @@ def _read_override(override: str) -> Any:
 
 
 def _as_lists(source: Any) -> Any:
-    """Return the source with lists for what may be a word: auto of cluster.gpus is an empty list, one URL a list."""
+    """Return the source with values for words: auto is an empty list of GPUs, or None of a bool; one URL is a list."""
     plain: Any = OmegaConf.to_container(source, resolve=False)
     if isinstance(plain.get("cluster"), dict) and plain["cluster"].get("gpus") == "auto":
         source.cluster.gpus = []
+    for name in ("packing", "fused_lm_head"):
+        if isinstance(plain.get("actor"), dict) and plain["actor"].get(name) == AUTO:
+            source.actor[name] = None
     teacher = found if isinstance(found := plain.get("teacher"), dict) else {}
     if isinstance(url := teacher.get("url"), str):
         source.teacher.url = [url] if url else []

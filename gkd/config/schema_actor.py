@@ -50,6 +50,9 @@ BACKENDS = {
 }
 
 
+AUTO = "auto"
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = key(1e-6, "Peak learning rate of AdamW.", gt=0)
@@ -86,10 +89,11 @@ class LoraConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     strategy: str = key(
-        "megatron",
+        AUTO,
         "Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard "
-        "around the Hugging Face model, data and context parallel only. Supported models: docs/student.md.",
-        choices=tuple(BACKENDS),
+        "around the Hugging Face model, data and context parallel only. auto = megatron if it trains this model with "
+        "these settings, else fsdp2. Supported models: docs/models.md.",
+        choices=(AUTO, *BACKENDS),
     )
     tp: int = key(1, "Tensor parallel size.", gt=0, resume=True)
     pp: int = key(1, "Pipeline parallel size.", gt=0, resume=True)
@@ -151,8 +155,11 @@ class ActorConfig:
         "a step takes longer by the time of the copies. See docs/memory.md.",
         resume=True,
     )
-    packing: bool = key(
-        True, "Concatenate the sequences of a micro-batch instead of padding each to the longest.", resume=True
+    packing: bool | None = key(
+        None,
+        "Concatenate the sequences of a micro-batch instead of padding each to the longest. auto = unless the model "
+        "does not support it.",
+        resume=True,
     )
     micro_batch_size: int = key(
         8, "Sequences of one forward pass; used if max_tokens_per_micro_batch is 0.", gt=0, resume=True
@@ -164,10 +171,11 @@ class ActorConfig:
         limits="0, or >= data.max_prompt_length + data.max_response_length",
         resume=True,
     )
-    fused_lm_head: bool = key(
-        True,
+    fused_lm_head: bool | None = key(
+        None,
         "Compute LM head and loss together in chunks of rows, so that the full logits never exist. Off: all logits of "
-        "a micro-batch at once, for models that change them after the LM head; see docs/losses.md.",
+        "a micro-batch at once, for models that change them after the LM head; see docs/losses.md. auto = unless the "
+        "model is one of them.",
         resume=True,
     )
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -179,6 +187,28 @@ class ActorConfig:
         return self.tp * self.cp * self.pp
 
     @property
+    def backend_name(self) -> str:
+        """Return `strategy`, or before `gkd.preflight.student.chosen` the first one that has these settings."""
+        if self.strategy != AUTO:
+            return self.strategy
+        fitting = (
+            name
+            for name, backend in BACKENDS.items()
+            if all(backend.supports(each, getattr(self, each)) for each in backend.limits)
+        )
+        return next(fitting, "megatron")
+
+    @property
     def backend(self) -> StudentBackend:
-        """The facts of `strategy`."""
-        return BACKENDS[self.strategy]
+        """Return the facts of `backend_name`."""
+        return BACKENDS[self.backend_name]
+
+    @property
+    def packs(self) -> bool:
+        """Return whether sequences are packed: `packing`, and before a choice True."""
+        return self.packing is not False
+
+    @property
+    def fuses(self) -> bool:
+        """Return whether LM head and loss are computed together: `fused_lm_head`, and before a choice True."""
+        return self.fused_lm_head is not False

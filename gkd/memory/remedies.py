@@ -78,7 +78,7 @@ def _offload_states(config: Config) -> Changes:
 
 def _cp(config: Config) -> Changes:
     """Return twice the ranks that share a sequence, if the settings allow it; see `check_strategy`."""
-    whole = config.teacher.tokenizer or (config.actor.strategy == "fsdp2" and not config.actor.packing)
+    whole = config.teacher.tokenizer or (config.actor.backend_name == "fsdp2" and not config.actor.packs)
     return {} if whole else {"actor.cp": 2 * config.actor.cp}
 
 
@@ -90,7 +90,7 @@ def _fsdp2(config: Config) -> Changes:
     """Return the change of the backend, with the keys that it does not support."""
     limits = BACKENDS["fsdp2"].limits.items()
     others = {f"actor.{name}": of.values[-1] for name, of in limits if getattr(config.actor, name) not in of.values}
-    return {} if config.actor.strategy == "fsdp2" else {"actor.strategy": "fsdp2", **others}
+    return {} if config.actor.backend_name == "fsdp2" else {"actor.strategy": "fsdp2", **others}
 
 
 def _fsdp_cpu_offload(config: Config) -> Changes:

@@ -157,7 +157,7 @@ def ends_disagree(history: History, limit: float) -> Verdict:
 def engine_logprobs(history: History, limit: float) -> Verdict:
     """Judge whether the engines compute another model than the student: in the first step, or in the last ones."""
     values = history.means(FRESH_KL, 1)
-    if len(values) == 1 and history.begins_at == 1:  # no sync has brought other weights, so it is no matter of chance
+    if len(values) == 1 and history.begins_at == 1:  # the weights are still those of the folder
         text = f"{FRESH_KL} {values[0]:.3g} before the first update, limit {limit:g}"
         return Verdict(bool(values[0] > limit), text)
     return _compared(history, limit, FRESH_KL, 1)

@@ -44,7 +44,7 @@ def check_fsdp_student(config: Config) -> tuple[int, int]:
     check_prefix(Path(config.model.path), named_places(hf)[0])
     if actor.lora.rank > 0:
         check_targets(hf, actor.lora)
-    probe_on_meta(hf, packing=actor.packing, fused=actor.fused_lm_head)
+    probe_on_meta(hf, packing=actor.packs, fused=actor.fuses)
     text = hf.config.get_text_config()
     heads, kv_heads = distinct_sizes(text, "num_attention_heads"), distinct_sizes(text, "num_key_value_heads")
     columns = {
@@ -125,13 +125,13 @@ def _frozen(config: Config, path: str, key: str) -> PreTrainedModel:
     with checked_folder(key, path):
         hf = _built(config, Path(path))
         with head_refusal(key, Path(path)):
-            probe_on_meta(hf, packing=config.actor.packing, fused=True)
+            probe_on_meta(hf, packing=config.actor.packs, fused=True)
     return hf
 
 
 def _built(config: Config, folder: Path) -> PreTrainedModel:
     """Return a model on the meta device; its weight files fit it. Raises ModelError, ConfigError."""
-    packing, trusts = config.actor.packing, config.model.trust_remote_code
+    packing, trusts = config.actor.packs, config.model.trust_remote_code
     hf = build_on_meta(
         folder, dtype=torch.float32, packing=packing, trust_remote_code=trusts, images=bool(config.data.images_key)
     )

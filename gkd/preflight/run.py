@@ -28,7 +28,7 @@ from gkd.preflight.images import check_image_processors, image_reader
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
-from gkd.preflight.student import check_student, check_tokenizer_fits
+from gkd.preflight.student import check_student, check_tokenizer_fits, chosen
 from gkd.preflight.teacher import (
     check_all_stored,
     check_limits,
@@ -95,6 +95,7 @@ def preflight(config: Config) -> Plan:
         check_loss_functions(config)
     config = with_local_copies(config.with_values(on_hub), (*MODELS, *FILES))
     log.info("checking the model, the prompts and the teacher")
+    config = chosen(config)
     device = _checked_device(config)
     tokenizer, n_student_vocab, eos_ids = read_student(config)
     check_engines(config, device)
@@ -470,6 +471,7 @@ def check_scoring(config: Config) -> ScoringPlan:
             raise route.error("backend", problem, "use a teacher server: gkd teacher.")
         check_reachable(route)
     config = with_local_copies(config.with_values(pinned_names(config)), (*MODELS, *FILES))
+    config = chosen(config)
     tokenizer, n_student_vocab, eos_ids = read_student(config)
     prompts = training_prompts(config, tokenizer, eos_ids, environment_tools(config, tokenizer))
     teachers = find_teachers(config, "cpu")

@@ -5,13 +5,60 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gkd.config.check import check_strategy
 from gkd.config.schema import Config
-from gkd.errors import ConfigError
+from gkd.config.schema_actor import AUTO
+from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split, check_megatron_support, read_dims
 from gkd.hf.model_folder import ModelFolder, check_prefix, checked_folder, read_config_json
+from gkd.log import get_logger
 from gkd.memory.footprint.actor import megatron_stages
 
+log = get_logger("preflight")
+
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
+
+
+# Keys that auto leaves to the model -> what True means.
+_OF_MODEL = {"actor.packing": "sequences are padded", "actor.fused_lm_head": "LM head and loss are computed apart"}
+
+
+def chosen(config: Config) -> Config:
+    """Return the settings with values for those of actor.strategy, packing and fused_lm_head that are auto.
+
+    Raises:
+        ConfigError: see `check_student`.
+    """
+    config = with_strategy(config)
+    for _ in _OF_MODEL:
+        try:
+            check_student(config)
+        except ConfigError as error:
+            if error.key not in _OF_MODEL or config.value(error.key) is not None:
+                raise
+            log.info("%s=auto: %s, because %s", error.key, _OF_MODEL[error.key], error.problem)
+            config = config.with_values({error.key: False})
+    return config
+
+
+def with_strategy(config: Config) -> Config:
+    """Return the settings with a value for actor.strategy=auto. Reads config.json. Raises as `check_student`."""
+    if config.actor.strategy != AUTO:
+        return config
+    name, why = config.actor.backend_name, "it trains this model"
+    if name == "megatron":
+        try:
+            config_json = read_config_json(config.model.path, "model.path")
+            check_megatron_support(config_json, config.model.path)
+            read_dims(config_json).check_sequence_length(config.derived.max_sequence_length)
+        except ModelError as error:
+            name, why = "fsdp2", str(error).partition(" Fix:")[0]
+    if config.data.images_key:
+        name, why = "fsdp2", "it trains on images"
+    log.info("actor.strategy=auto: %s, because %s", name, why)
+    config = config.with_values({"actor.strategy": name})
+    check_strategy(config)
+    return config
 
 
 def check_student(config: Config) -> int:
@@ -25,7 +72,7 @@ def check_student(config: Config) -> int:
     """
     path, longest = config.model.path, config.derived.max_sequence_length
     with checked_folder("model.path", path):
-        vocab_size, max_positions = _CHECKS[config.actor.strategy](config)
+        vocab_size, max_positions = _CHECKS[config.actor.backend_name](config)
     if config.derived.engine_adapter_rank:
         _check_engine_adapters(path)
     if longest > max_positions:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from gkd.config.declare import IF_CONSTANT, IF_MOVED, IF_NO_REWARD
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
+from gkd.config.schema_actor import AUTO
 from gkd.config.schema_sections import EXACT_MATCH, all_keys
 from gkd.config.schema_teacher import HTTP
 from gkd.errors import ConfigError
@@ -255,7 +256,8 @@ def check_same_run(before: Path, now: Config) -> None:
     old, errors = load_config(before), []
     for key in sorted(all_keys()):
         was, value = kept_value(old, key), kept_value(now, key)
-        if was != value and not may_change(key, now):
+        is_chosen_later = key == "actor.strategy" and value == AUTO  # and then compared
+        if was != value and not is_chosen_later and not may_change(key, now):
             problem = f"{before.parent} was started with {was!r}."
             fix = "keep the old value to resume, or start a new run in another trainer.run_dir."
             errors.append(ConfigError(key, value, problem, fix))

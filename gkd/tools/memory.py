@@ -22,6 +22,7 @@ from gkd.hf.model_folder import read_model_folder
 from gkd.memory.footprint.estimate import read_models, scores_gib
 from gkd.memory.footprint.fit import GIB, Case, remedy_lines, table
 from gkd.memory.remedies import overrides
+from gkd.preflight.student import with_strategy
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
@@ -64,6 +65,7 @@ def _read(args: argparse.Namespace) -> Case:
     host_limit = round(args.host_gib * GIB) if args.host_gib else host_memory_bytes() if is_here else None
     config = load_config(args.config, args.overrides)
     check_config(config)
+    config = with_strategy(config)
     models = read_models(config)
     if args.teacher is not None:
         teacher = read_model_folder(args.teacher, "--teacher").dims

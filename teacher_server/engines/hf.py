@@ -212,7 +212,7 @@ _CAP = "final_logit_softcapping"
 
 
 def change_of_logits(model: Any) -> tuple[float, float | None]:
-    """Return what a model multiplies its logits by, and its soft cap (Gemma 2), which None says it has not.
+    """Return what a model multiplies its logits by, and its soft cap (Gemma 2) or None.
 
     Keys that the code of the model does not name have no effect.
     """

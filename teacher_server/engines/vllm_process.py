@@ -113,7 +113,7 @@ def correct_cpu_kernels() -> None:
     """Let vLLM compute on a CPU what it computes on a GPU; without effect there. Call it before a model is built.
 
     vLLM 0.32's kernel of rotary embeddings rotates other numbers of tensors with a dimension for the heads (LFM2, and
-    attention with latents). Its router leaves out the bias of experts without groups, and knows no sigmoid for them.
+    attention with latents). Its router leaves out the bias of experts without groups, and refuses a sigmoid for them.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding

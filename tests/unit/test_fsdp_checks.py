@@ -34,7 +34,7 @@ from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split
 from gkd.hf.model_folder import check_engines, open_tensors, read_model_folder, tensor_shapes, weights_digest
 from gkd.preflight.meta_models import check_fsdp_student, distinct_sizes
-from gkd.preflight.student import check_student
+from gkd.preflight.student import check_student, chosen
 from teacher_server.engines.hf import HfEngine
 from teacher_server.errors import ServerError
 from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
@@ -124,6 +124,30 @@ def test_models_that_do_not_support_the_settings(
     with refuses(key) as caught:
         check_student(_config(folders / kind, **actor))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor", "expected"),
+    [
+        ("qwen3", {}, ("megatron", None, None)),
+        ("qwen3", {"fsdp_cpu_offload": True}, ("fsdp2", None, None)),
+        ("gemma2", {}, ("fsdp2", None, False)),
+        ("phimoe", {}, ("fsdp2", False, None)),
+        ("falcon", {"fused_lm_head": True}, ("fsdp2", False, True)),
+        ("falcon", {"packing": True}, "actor.packing"),
+        ("gemma2", {"pp": 2}, "actor.pp"),
+    ],
+)
+def test_what_auto_chooses(folders: Path, qwen3: Path, kind: str, actor: dict[str, Any], expected: Any) -> None:
+    """Fails if a user has to find the settings of a model by three refusals, or an explicit value is replaced."""
+    config = _config(qwen3 if kind == "qwen3" else folders / kind, strategy="auto", **actor)
+    if isinstance(expected, str):
+        with refuses(expected):
+            chosen(config)
+        return
+    found = chosen(config)
+    assert (found.actor.strategy, found.actor.packing, found.actor.fused_lm_head) == expected
+    check_student(found)
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)

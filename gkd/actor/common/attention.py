@@ -27,7 +27,7 @@ _VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_STEP = 256, 8
 
 
 class Scores(NamedTuple):
-    """What a model does with the scores of its attention, besides the causal mask."""
+    """Changes that a model makes to the scores of its attention, besides the causal mask."""
 
     scale: float | None = None  # None: 1 / sqrt(D)
     window: int | None = None  # a position attends to itself and to `window - 1` positions before it

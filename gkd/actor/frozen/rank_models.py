@@ -63,7 +63,7 @@ class FrozenModels:
             dtype=getattr(torch, config.model.dtype),
             key="reference.path" if config.reference.path else "model.path",
             cpu_offload=config.reference.fsdp_cpu_offload,
-            packing=actor.packing,
+            packing=actor.packs,
             max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
             trust_remote_code=config.model.trust_remote_code,
             vision=derived.vision,
@@ -114,7 +114,7 @@ class FrozenModels:
             None,
             micro_batch_size=actor.micro_batch_size,
             max_tokens=actor.max_tokens_per_micro_batch,
-            packed=actor.packing,
+            packed=actor.packs,
         )
         tables = student.compute_logprobs(batches, disable_adapter=disable_adapter)
         indices, n_rows = [index for index, _ in batches.samples], [n for _, n in batches.samples]
@@ -171,7 +171,7 @@ class LocalTeacher:
             dtype=getattr(torch, config.model.dtype),
             key="teacher.path",
             cpu_offload=teacher.fsdp_cpu_offload,
-            packing=actor.packing,
+            packing=actor.packs,
             max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_teacher_length,
             float32_weights=updates.ema > 0.0,
             trust_remote_code=config.model.trust_remote_code,

@@ -33,7 +33,7 @@ class Pack:
     """Boundaries of the sequences in a packed row; passed through the model's forward as the keyword `pack`."""
 
     cu_seqlens: Tensor | None  # [n + 1] int32, on the device of the activations; None: each row is one sequence
-    lengths: Sequence[int] = ()  # of the sequences
+    lengths: Sequence[int] = ()  # tokens of each sequence
     calls: list[str] | None = None  # list to which attention and recurrent modules append the names of their classes
     group: dist.ProcessGroup | None = None  # ranks that have other columns of the same rows
 

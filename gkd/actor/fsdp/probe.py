@@ -23,7 +23,7 @@ from teacher_server.engines.hf import change_of_logits
 
 log = get_logger("actor.fsdp")
 
-_LENGTHS = (40, 24)  # of the sequences of the compared pack; a convolution or an index has fewer columns
+_LENGTHS = (40, 24)  # tokens of the two compared sequences: more than a convolution or an index reads
 _N_TOKENS = 20  # most probable tokens whose logprobs are compared
 _LARGEST, _LARGEST_16 = 1e-3, 0.3  # nats; rounding to 16 bits is 0.02 to 0.1 in deep models
 

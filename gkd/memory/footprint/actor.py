@@ -179,7 +179,7 @@ def actor_parts(
         ConfigError, ModelError: as `megatron_stages`.
     """
     actor, found = config.actor, []
-    for stage in _STAGES[actor.strategy](config, model):
+    for stage in _STAGES[actor.backend_name](config, model):
         parts = _states(config, stage)
         if actor.fsdp_cpu_offload and not on_cpu:
             # Gradients come to the host one by one, and torch rounds the pinned memory of each up to a power of two.
@@ -214,7 +214,7 @@ def _states(config: Config, stage: Stage) -> dict[str, int]:
 def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) -> float:
     """Return the bytes per token that a layer saves for the backward pass, with recompute none or selective."""
     actor, b = config.actor, itemsize(config)
-    is_megatron = actor.strategy == "megatron"
+    is_megatron = actor.backend_name == "megatron"
     share = 1 / actor.tp if actor.sequence_parallel else 1.0  # of the tokens between two tensor-parallel regions
     q, kv = dims.q_columns / actor.tp, dims.kv_columns / actor.tp
     attention = 2 * (q + kv) + (q if actor.cp > 1 else 0)  # queries, keys, values, context, and its own columns of it
@@ -289,13 +289,13 @@ def _loss(config: Config, dims: ModelDims, n_rows: int, *, frozen: bool, on_cpu:
     is_full = not {"logits", "hidden"}.isdisjoint(config.derived.signals) or bool(config.teacher.tokenizer)
     of_row = n_vocab * (b + (FLOAT32 if is_full else 0))
     chunk = min(n_rows, max(1, logits_chunk_bytes(on_cpu=on_cpu) // of_row))
-    at_once = chunk if actor.fused_lm_head else n_rows
+    at_once = chunk if actor.fuses else n_rows
     topk = config.teacher.topk if "topk" in config.derived.signals else 0
     logits = at_once * n_vocab * b + (chunk * n_vocab * FLOAT32 if is_full else 0)
     tables = FLOAT32 * (3 * n_rows * topk + _TABLES * at_once * (topk + 1))
     rows = n_rows * dims.hidden_size * b
     head = 0 if frozen else n_vocab * dims.hidden_size
-    if not actor.fused_lm_head:
+    if not actor.fuses:
         return logits + tables, rows, rows + n_rows * n_vocab * b + head * b
     if not actor.backend.shards_every_tensor:
         return logits + tables, 2 * rows, 2 * rows
