@@ -20,7 +20,7 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.hub import local_path
 from gkd.hf.model_dims import ModelDims, read_dims
-from teacher_server.engines.folder_check import check_folder, check_vllm_support
+from teacher_server.engines.folder_check import check_folder, check_vllm_support, longest_agreeing
 
 INDEX_NAME, SINGLE_NAME = files.INDEX, files.SINGLE
 some_names = files.some_names
@@ -158,6 +158,10 @@ def check_engines(config: Config, device: str) -> None:
         check_vllm_support(Path(config.model.path), on_cpu=device == "cpu", dtype=config.model.dtype)
     except files.FolderError as error:
         raise config.error("model.path", error.problem, error.fix) from error
+    if (longest := longest_agreeing(Path(config.model.path))) < config.derived.max_sequence_length:
+        problem = f"vLLM computes sequences of this model with more than {longest} tokens otherwise than transformers."
+        fix = "lower it or data.max_prompt_length, so that their sum is not larger."
+        raise config.error("data.max_response_length", problem, fix)
 
 
 @contextmanager

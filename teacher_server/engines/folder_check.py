@@ -6,6 +6,7 @@ trainer's loaders disagree about what is refused here: one applies a leftover, a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,6 +166,19 @@ def check_vllm_support(folder: Path, *, on_cpu: bool, dtype: str) -> None:
     if needs_it and find_spec("torchvision") is None:
         problem = "its model reads images, for which vLLM imports torchvision, and that is not installed."
         raise FolderError(folder, problem, "install the torchvision of the index that torch was installed from.")
+
+
+def longest_agreeing(folder: Path) -> int:
+    """Return the most tokens of a sequence that vLLM computes as transformers does; sys.maxsize: any number."""
+    config = read_json(folder / "config.json")
+    text = {**config, **inner} if isinstance(inner := config.get("text_config"), dict) else config
+    longest = sys.maxsize
+    if text.get("model_type") == "cohere2":  # vLLM's window is a token longer
+        longest = text.get("sliding_window") or longest
+    rope = text.get("rope_parameters")
+    if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):  # Ministral 3; vLLM has it under another name
+        longest = rope.get("original_max_position_embeddings") or longest
+    return int(longest)
 
 
 def _head_size(text: dict[str, Any]) -> int | None:

@@ -302,6 +302,25 @@ def test_what_vllm_cannot_compute_is_refused_early(
     assert caught.value.key == "model.path" and "GPU" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "cohere2", "sliding_window": 40},
+        {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 40}},
+    ],
+)
+def test_sequences_that_vllm_computes_otherwise_are_refused(
+    models: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Fails if the student trains on rollouts of another model as soon as a sequence is long."""
+    shutil.copy(models / "qwen3" / "config.json", tmp_path)
+    _set(tmp_path, head_dim=32, **change)
+    config = _config(tmp_path).with_values({"data.max_prompt_length": 20, "data.max_response_length": 20})
+    check_engines(config, "cuda")
+    with refuses("data.max_response_length"):
+        check_engines(config.with_values({"data.max_response_length": 21}), "cuda")
+
+
 def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
     """Fails if another version of vLLM supports other head sizes on the CPU than are refused here."""
     folder = Path(str(find_spec("vllm").origin)).parent  # type: ignore[union-attr]
