@@ -46,11 +46,18 @@ def refuse(name: str, *_: Any, **__: Any) -> None:
     raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
-    """Compute attention of one sequence, [tokens, heads, size]. With `causal` the last rows of q and k match."""
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int = -1) -> Tensor:
+    """Compute attention of one sequence, [tokens, heads, size]. With `causal` the last rows of q and k match.
+
+    Args:
+        window: positions to the left that a position attends to; -1: all.
+    """
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=CPU)
-    mask = mask.tril(k.shape[1] - q.shape[1]) if causal else None
+    own = k.shape[1] - q.shape[1]
+    mask = mask.tril(own) if causal else None
+    if mask is not None and window >= 0:
+        mask = mask.triu(own - window)
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
@@ -120,11 +127,14 @@ def with_values(name: str) -> Callable[..., Any]:
     return compute
 
 
-def packed_attention(query, key, value, cum_seq_q, cum_seq_k, is_causal, scale=None, window_size_right=None, **_):  # type: ignore
+def packed_attention(  # type: ignore
+    query, key, value, cum_seq_q, cum_seq_k, is_causal, scale=None, window_size_left=None, window_size_right=None, **_
+):
     assert cum_seq_q is not None, "[dry_card] padded flash attention has no values"
     of_all = ((query, cum_seq_q), (key, cum_seq_k), (value, cum_seq_k))
     parts = zip(*(tokens.split(cu.diff().tolist()) for tokens, cu in of_all), strict=True)
-    return torch.cat([attention(*part, scale, is_causal or window_size_right == 0) for part in parts])
+    causal, window = is_causal or window_size_right == 0, -1 if window_size_left is None else window_size_left
+    return torch.cat([attention(*part, scale, causal, window) for part in parts])
 
 
 def flash_backward(grad_out, query, key, value, **rest):  # type: ignore
@@ -197,14 +207,17 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *_):  # t
         to[at] = new[: len(slots)][rows].to(to.dtype)
 
 
-def paged_attention(q, k, v, *, out=None, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):  # type: ignore
+def paged_attention(  # type: ignore
+    q, k, v, *, out=None, cu_seqlens_q, seqused_k, softmax_scale, block_table, window_size=None, **_
+):
     """Compute attention over caches [blocks, block size, heads, size]. vLLM passes the arguments by name."""
     out = torch.empty_like(q) if out is None else out
+    window = -1 if window_size is None else int(window_size[0])
     for i, ((first, last), m) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), seqused_k.tolist(), strict=False)):
         if last > first and m > 0:
             of = block_table[i, : -(-m // k.shape[1])].long()
             keys, values = (cached[of].flatten(0, 1)[:m].cpu() for cached in (k, v))
-            out[first:last] = attention(q[first:last].cpu(), keys, values, softmax_scale, True).to(out.device)
+            out[first:last] = attention(q[first:last].cpu(), keys, values, softmax_scale, True, window).to(out.device)
     return out
 
 
