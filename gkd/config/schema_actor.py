@@ -91,8 +91,8 @@ class ActorConfig:
     strategy: str = key(
         AUTO,
         "Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard "
-        "around the Hugging Face model, data and context parallel only. auto = megatron if it trains this model with "
-        "these settings, else fsdp2. Supported models: docs/models.md.",
+        "around the Hugging Face model, data and context parallel. auto = megatron if it supports model and settings, "
+        "else fsdp2. See docs/models.md.",
         choices=(AUTO, *BACKENDS),
     )
     tp: int = key(1, "Tensor parallel size.", gt=0, resume=True)
@@ -173,9 +173,8 @@ class ActorConfig:
     )
     fused_lm_head: bool | None = key(
         None,
-        "Compute LM head and loss together in chunks of rows, so that the full logits never exist. Off: all logits of "
-        "a micro-batch at once, for models that change them after the LM head; see docs/losses.md. auto = unless the "
-        "model is one of them.",
+        "Compute LM head and loss together in chunks of rows, so that the full logits never exist. false: all logits "
+        "at once, for models that change them after the LM head. auto = unless the model does.",
         resume=True,
     )
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -55,12 +55,11 @@ def architecture_arguments(folder: str, *, images: bool = False) -> dict[str, An
     images needs a tokenizer, and the tower memory.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from vllm import ModelRegistry
 
     config = read_json(Path(folder, "config.json"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
-    named, known = config.get("architectures") or [], ModelRegistry.get_supported_archs()
-    keeps = named and ("text_config" in config or "auto_map" in config or (name not in known and named[0] in known))
+    named = config.get("architectures") or []
+    keeps = named and ("text_config" in config or "auto_map" in config or _is_vllms(named[0], name))
     if config.get("model_type") in WITHOUT_TORCHVISION and find_spec("torchvision") is None:
         _load_llava()
     found: dict[str, Any] = {"skip_tokenizer_init": not images}
@@ -69,6 +68,16 @@ def architecture_arguments(folder: str, *, images: bool = False) -> dict[str, An
     elif "text_config" in config:
         found["language_model_only"] = True
     return found if keeps or name is None else found | {"hf_overrides": {"architectures": [name]}}
+
+
+def _is_vllms(named: str, name: str | None) -> bool:
+    """Return whether vLLM has a class under the name of the folder, and none under that of transformers."""
+    if name is None or named == name:
+        return False
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    return named in known and name not in known
 
 
 def _load_llava() -> None:

@@ -267,7 +267,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
     "override",
     [
         *("actor.vpp=2", "actor.sequence_parallel=true", "actor.max_tokens_per_micro_batch=100"),
-        *("actor.optim.betas=[0.9]", "actor.fsdp_cpu_offload=true"),
+        *("actor.optim.betas=[0.9]", "actor.packing=maybe"),
         *("cluster.ray_address=ray://h:10001", "cluster.gpus=[0]", "cluster.gpus=[0,0]"),
         "data.train_files=[]",
         *("distill.units=text", "distill.importance_clip=0.5"),
@@ -324,6 +324,7 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
             ["trainer.colocate=true", "teacher.backend=local", "teacher.path=t", "teacher.fsdp_cpu_offload=false"],
             "teacher.fsdp_cpu_offload",
         ),
+        (["actor.strategy=megatron", "actor.fsdp_cpu_offload=true"], "actor.fsdp_cpu_offload"),
         (["eval.metric=exact_match", "eval.answer_marker="], "eval.answer_marker"),
         ([f"teacher.name={'x' * 129}"], "teacher.name"),
         (["teacher.mass=0.9", "teacher.signal=hidden"], "teacher.mass"),

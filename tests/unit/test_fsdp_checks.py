@@ -156,7 +156,7 @@ def test_models_that_read_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     Or if all that is missing is taken for a part of the tower.
     """
-    config = _config(make_model_folder(tmp_path, kind), packing=kind != "gemma3", lora=LoraConfig(rank=2))
+    config = _config(make_model_folder(tmp_path, kind), lora=LoraConfig(rank=2))
     assert check_student(config) == VOCAB
     with refuses("model.path"):
         check_student(config.with_values({"actor.strategy": "megatron"}))
