@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
+from textwrap import shorten
 from types import MethodType
 from typing import Any
 
@@ -159,13 +160,15 @@ def build_on_meta(
         # Some models look up their attention in their own table: KeyError: 'gkd_packed'.
         if packing and ("attention" in str(error).lower() or PACKED_ATTENTION in str(error)):
             raise refuse_packing(config.model_type, f"has no attention that can be replaced ({error})") from error
-        what = f"{type(error).__name__}: {error}"
-        raise ModelError(f"{model_path} cannot be built as a causal language model: {what}") from error
+        what = f"{type(error).__name__}: {shorten(str(error), 200)}"  # it may list 110 classes
+        fix = "use a causal language model that transformers has."
+        raise ModelError(f"{model_path} cannot be built as a causal language model: {what}", fix) from error
     if not images:
         keep_language_model(hf)
     head = hf.get_output_embeddings()
     if head is None or hf.base_model is hf:
-        raise ModelError(f"{model_path}: a {config.model_type} model has no LM head behind a backbone.")
+        problem = f"{model_path}: transformers does not separate the LM head of a {config.model_type} model."
+        raise ModelError(problem, "use another model.")
     hf.set_output_embeddings(RowsHead(head, change_of_logits(hf)[0]))
     hf.tie_weights()
     _use_fused_norms(hf)

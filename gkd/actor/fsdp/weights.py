@@ -259,8 +259,9 @@ def _fused_parts(
         case operations:
             what = " and ".join(type(operation).__name__ for operation in operations)
             raise ModelError(
-                f"actor.strategy=fsdp2 does not support the conversion on load of a {hf.config.model_type} model: "
-                f"{what} for {own}. Fix: use actor.strategy=megatron if it supports this architecture."
+                f"transformers converts tensors of a {hf.config.model_type} model in a way that the student does not: "
+                f"{what} for {own}.",
+                "use another model.",
             )
     patterns = converter.source_patterns
     width = shape[dim] // len(patterns) if dim is not None else 0
