@@ -1,6 +1,6 @@
 """Measure the student on CPU: training steps compared with plain Hugging Face ones, and packing.
 
-    python -m tests.bench.bench_student [--only speed,packing] [--json FILE] [--rounds N]
+    python -m tests.bench.bench_student [--only speed,packing,families] [--json FILE] [--rounds N]
 
 The variants of a part take turns in one process, one thread; a ratio is the median over the rounds of ratios within a
 round. A run replaces the parts of the JSON file that it measured. About five minutes on an idle core; see
@@ -60,6 +60,22 @@ def packing(rounds: int) -> Part:
     return Part("packing", what, figures, tables, {"rounds": rounds})
 
 
+def families(rounds: int) -> Part:
+    """Packed against padded for sliding windows, and for recurrent layers, which run once for each sequence."""
+    variants = ("fsdp2:padded", "fsdp2", "fsdp2:budget:padded", "fsdp2:budget")
+    figures, tables = [], []
+    for model in ("Gemma3", "Qwen3_5"):
+        found = _measured(Case(variants, "long_tailed", rounds, model=model))
+        for text, how in (("8 sequences", ""), ("2048 tokens", ":budget")):
+            ratio = _ratio(found, f"fsdp2{how}:padded", f"fsdp2{how}")
+            figures.append(Figure(f"{model}: packed / padded, {text} a micro-batch", ratio))
+        tables.append(_table(found, model))
+    what = (
+        "As packing, with fsdp2 alone: Gemma 3 with windows of 64 tokens, Qwen3.5 with three of four layers recurrent."
+    )
+    return Part("families", what, figures, tables, {"rounds": rounds})
+
+
 def _measured(case: Case) -> Measured:
     found = measure(case)
     expected = next(iter(found.losses.values()))
@@ -81,7 +97,7 @@ def _table(found: Measured, title: str = "steps") -> Table:
     return Table(title, ("variant", "median, s", "fastest, s", "tokens/s"), rows)
 
 
-PARTS: dict[str, Callable[[int], Part]] = {"speed": speed, "packing": packing}
+PARTS: dict[str, Callable[[int], Part]] = {"speed": speed, "packing": packing, "families": families}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,6 +40,18 @@ SIZES = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+# Classes of transformers -> further settings: windows shorter than most sequences, or three of four layers recurrent.
+_DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Gemma3": {"sliding_window": 64},
+    "Qwen3_5": {**_DELTA, "num_hidden_layers": 4},
+}
 # name -> ((prompt, response) tokens of each sequence, from a generator)
 MIXES: dict[str, Callable[[np.random.Generator], list[tuple[int, int]]]] = {
     "even": lambda rng: [(64, 192)] * 16,
@@ -58,6 +70,7 @@ class Case:
     mix: str
     rounds: int = 5
     threads: int = 1
+    model: str = "Qwen3"  # of `MODELS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ def run(case: Case) -> Measured:
     torch.set_num_threads(case.threads)
     rollouts, scores = sequences(case.mix)
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
-        save_model(Path(folder))
+        save_model(Path(folder), kind=case.model)
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         try:
             steps = {variant: _step(variant, Path(folder), rollouts, scores) for variant in case.variants}
@@ -97,13 +110,16 @@ def run(case: Case) -> Measured:
     return Measured(seconds, losses, sum(r.n_tokens for r in rollouts))
 
 
-def save_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **sizes: Any) -> None:
-    """A random Qwen3 of `SIZES`, or of others, initialized on a device: billions of weights take long on a CPU."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def save_model(
+    folder: Path, *, kind: str = "Qwen3", device: str = "cpu", dtype: torch.dtype = torch.float32, **sizes: Any
+) -> None:
+    """A random model of `SIZES`, or of others, initialized on a device: billions of weights take long on a CPU."""
+    import transformers
 
+    config = getattr(transformers, f"{kind}Config" if kind == "Qwen3" else f"{kind}TextConfig")
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**(SIZES | sizes)))
+        model = getattr(transformers, f"{kind}ForCausalLM")(config(**(SIZES | MODELS[kind] | sizes)))
     model.to(dtype).save_pretrained(folder)
 
 
@@ -164,7 +180,7 @@ def _step(
     )
     if backend == "hf":
         return PlainStep(folder, list(batches))
-    student = make_student(backend, folder)
+    student = make_student(backend, folder, **({"packing": "padded" not in how} if backend == "fsdp2" else {}))
     return lambda: float(student.train_step(batches).loss)
 
 
