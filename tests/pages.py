@@ -5,8 +5,11 @@ Only what stands between `BEGIN` and `END` is replaced.
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from gkd.config.foreign_keys import tables as old_names
 from gkd.config.schema_sections import DeclaredKey, all_keys
@@ -23,6 +26,7 @@ def tables() -> dict[str, str]:
         "configuration.md": _config_tables(),
         "metrics.md": _placeholders(),
         "results.md": section(ROOT / "docs" / "results"),
+        "models.md": _models(ROOT / "docs" / "results" / "models.json"),
         "coming_from.md": "\n".join(_old_table(system, rows) for system, rows in old_names().items()),
     }
 
@@ -80,6 +84,34 @@ def _values(name: str) -> str:
     return ", ".join(
         "`package.module.function` for a function of your own" if value == DOTTED else f"`{value}`" for value in values
     )
+
+
+def _models(file: Path) -> str:
+    """Return the outcomes of `tests.models` by family, their numbers, and the reasons of those that are not ok."""
+    rows = json.loads(file.read_text())["families"]
+    parts = [part for part in rows[0] if part not in ("family", "why")]
+    table = [(row["family"], *(row[part] for part in parts)) for row in rows]
+    counts = {part: Counter(row[part].split()[0] for row in rows) for part in parts}
+    numbers = [(kind, *(str(counts[part][kind]) for part in parts)) for kind in ("ok", "R", "V", "C", "W")]
+    cells: dict[tuple[str, str, str], list[str]] = {}  # (kind, part, reason) -> families
+    for row in rows:
+        for part, why in row["why"].items():
+            cells.setdefault((row[part].split()[0], part, _any_model(why)), []).append(row["family"])
+    reasons = ((kind, part, ", ".join(names), why) for (kind, part, why), names in sorted(cells.items()))
+    return "\n".join(
+        (
+            _table(("outcome", *parts), numbers),
+            _table(("family", *parts), table, "## Families"),
+            _table(("outcome", "part", "families", "first sentence of the error"), reasons, "## Reasons"),
+        )
+    )
+
+
+def _any_model(text: str) -> str:
+    """Return an error without the names of a model, so that families with the same one share a line."""
+    for pattern, word in ((r"model_type '\w+'", "its model_type"), (r"\ba \w+ model\b", "the model")):
+        text = re.sub(pattern, word, text)
+    return re.sub(r"\b[A-Z]\w+(Attention|ForCausalLM|ForConditionalGeneration|Config)\b", r"its \1", text)
 
 
 def _old_table(system: str, rows: Iterable[Sequence[str]]) -> str:
