@@ -110,8 +110,8 @@ def measure(name: str, wanted: Iterable[str] = PARTS, job: int = 0) -> dict[str,
 
 
 def _sentence(text: str) -> str:
-    """Return the first sentence, without the folder's name."""
-    text = re.sub(r"(model folder )?\S+/first: |\w+\.path = '\S+/first': | = '\S+/first'", "", " ".join(text.split()))
+    """Return the first sentence, without the folder."""
+    text = re.sub(r"(model folder |\w+\.path = ')?/\S+/(first|second)'?:? ?", "", " ".join(text.split()))
     text = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)[0]
     return text if len(text) <= 240 else f"{text[:236]} ..."
 
