@@ -33,7 +33,7 @@ class Family:
     """The folders of a family, and two processes: of vLLM's engine, and of all else. They are forks of one by job."""
 
     def __init__(self, name: str, root: Path, job: int) -> None:
-        # vLLM's kernel of gated delta nets has no other.
+        # vLLM's kernel of gated delta nets for CPUs has no other one.
         self._dtype = "bfloat16" if "linear_key_head_dim" in str(families()[name]) else "float32"
         self._name = name
         self._root = root

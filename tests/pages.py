@@ -93,25 +93,37 @@ def _models(file: Path) -> str:
     table = [(row["family"], *(row[part] for part in parts)) for row in rows]
     counts = {part: Counter(row[part].split()[0] for row in rows) for part in parts}
     numbers = [(kind, *(str(counts[part][kind]) for part in parts)) for kind in ("ok", "R", "V", "C", "W")]
-    cells: dict[tuple[str, str, str], list[str]] = {}  # (kind, part, reason) -> families
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}  # (kind, reason) -> part -> families
     for row in rows:
         for part, why in row["why"].items():
-            cells.setdefault((row[part].split()[0], part, _any_model(why)), []).append(row["family"])
-    reasons = ((kind, part, ", ".join(names), why) for (kind, part, why), names in sorted(cells.items()))
+            by_part = found.setdefault((row[part].split()[0], _any_model(why)), {})
+            by_part.setdefault(part, []).append(row["family"])
+    reasons: dict[tuple[str, str, str], list[str]] = {}  # (kind, families, reason) -> parts
+    for (kind, why), by_part in sorted(found.items()):
+        for part, names in by_part.items():
+            text = ", ".join(names) if len(names) < len(rows) / 2 else f"{len(names)} families"
+            reasons.setdefault((kind, text, why), []).append(part)
+    lines = ((kind, ", ".join(each), names, why) for (kind, names, why), each in reasons.items())
     return "\n".join(
         (
             _table(("outcome", *parts), numbers),
             _table(("family", *parts), table, "## Families"),
-            _table(("outcome", "part", "families", "first sentence of the error"), reasons, "## Reasons"),
+            _table(("outcome", "parts", "families", "reason"), lines, "## Reasons"),
         )
     )
 
 
 def _any_model(text: str) -> str:
     """Return an error without the names of a model, so that families with the same one share a line."""
-    for pattern, word in ((r"model_type '\w+'", "its model_type"), (r"\ba \w+ model\b", "the model")):
-        text = re.sub(pattern, word, text)
-    return re.sub(r"\b[A-Z]\w+(Attention|ForCausalLM|ForConditionalGeneration|Config)\b", r"its \1", text)
+    names = {
+        r"model_type '\w+'": "its model_type",
+        r"\ba \w+ model\b": "the model",
+        r"(?<!vLLM's )\b[A-Z]\w+For(CausalLM|ConditionalGeneration)\b": "the model",
+        r"\b[A-Z]\w+Attention\b": "its attention",
+    }
+    for pattern, words in names.items():
+        text = re.sub(pattern, words, text)
+    return text
 
 
 def _old_table(system: str, rows: Iterable[Sequence[str]]) -> str:
