@@ -5,8 +5,11 @@ Only what stands between `BEGIN` and `END` is replaced.
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from gkd.config.foreign_keys import tables as old_names
 from gkd.config.schema_sections import DeclaredKey, all_keys
@@ -23,6 +26,7 @@ def tables() -> dict[str, str]:
         "configuration.md": _config_tables(),
         "metrics.md": _placeholders(),
         "results.md": section(ROOT / "docs" / "results"),
+        "models.md": _models(ROOT / "docs" / "results" / "models.json"),
         "coming_from.md": "\n".join(_old_table(system, rows) for system, rows in old_names().items()),
     }
 
@@ -80,6 +84,46 @@ def _values(name: str) -> str:
     return ", ".join(
         "`package.module.function` for a function of your own" if value == DOTTED else f"`{value}`" for value in values
     )
+
+
+def _models(file: Path) -> str:
+    """Return the outcomes of `tests.models` by family, their numbers, and the reasons of those that are not ok."""
+    rows = json.loads(file.read_text())["families"]
+    parts = [part for part in rows[0] if part not in ("family", "why")]
+    table = [(row["family"], *(row[part] for part in parts)) for row in rows]
+    counts = {part: Counter(row[part].split()[0] for row in rows) for part in parts}
+    numbers = [(kind, *(str(counts[part][kind]) for part in parts)) for kind in ("ok", "R", "V", "C", "W")]
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}  # (kind, reason) -> part -> families
+    for row in rows:
+        for part, why in row["why"].items():
+            by_part = found.setdefault((row[part].split()[0], _any_model(why)), {})
+            by_part.setdefault(part, []).append(row["family"])
+    reasons: dict[tuple[str, str, str], list[str]] = {}  # (kind, families, reason) -> parts
+    for (kind, why), by_part in sorted(found.items()):
+        for part, names in by_part.items():
+            text = ", ".join(names) if len(names) < len(rows) / 2 else f"{len(names)} families"
+            reasons.setdefault((kind, text, why), []).append(part)
+    lines = ((kind, ", ".join(each), names, why) for (kind, names, why), each in reasons.items())
+    return "\n".join(
+        (
+            _table(("outcome", *parts), numbers),
+            _table(("family", *parts), table, "## Families"),
+            _table(("outcome", "parts", "families", "reason"), lines, "## Reasons"),
+        )
+    )
+
+
+def _any_model(text: str) -> str:
+    """Return an error without the names of a model, so that families with the same one share a line."""
+    names = {
+        r"model_type '\w+'": "its model_type",
+        r"\ba \w+ model\b": "the model",
+        r"(?<!vLLM's )\b[A-Z]\w+For(CausalLM|ConditionalGeneration)\b": "the model",
+        r"\b[A-Z]\w+Attention\b": "its attention",
+    }
+    for pattern, words in names.items():
+        text = re.sub(pattern, words, text)
+    return text
 
 
 def _old_table(system: str, rows: Iterable[Sequence[str]]) -> str:
