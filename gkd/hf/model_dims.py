@@ -1,6 +1,6 @@
 """Read the sizes of a decoder-only model from its config.json, and refuse what the run cannot split or compute.
 
-Pure: no torch, no transformers. Sizes and parameter counts are exact for `ARCHITECTURES`. Other models, which
+Pure: no torch, no transformers. Sizes and parameter counts are exact for `FAMILIES`. Other models, which
 actor.strategy=fsdp2 accepts, name their sizes in various ways: the usual names are tried, and their parameters are
 counted in the weight files (`gkd.hf.model_folder`).
 
@@ -16,16 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.errors import ConfigError, ModelError
-
-# model_type -> (RMSNorm on queries and keys, bias on the q/k/v projections)
-ARCHITECTURES: dict[str, tuple[bool, bool]] = {
-    "qwen3": (True, False),
-    "qwen2": (False, True),
-    "llama": (False, False),
-    "mistral": (False, False),
-    "qwen3_moe": (True, False),
-    "mixtral": (False, False),
-}
+from gkd.hf.families import FAMILIES, OTHER, ROPE_TYPES, Family
 
 _NAMES = {
     "vocab_size": ("vocab_size",),
@@ -36,33 +27,6 @@ _NAMES = {
 _FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _EXPERT_NAMES = ("num_experts", "num_local_experts")
 
-# Values that config.json may leave out: the defaults of each architecture in transformers.
-_DEFAULTS: dict[str, dict[str, int]] = {
-    "qwen2": {"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "intermediate_size": 22016,
-        "max_position_embeddings": 32768,
-    },
-    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-    },
-    "qwen3_moe": {
-        "intermediate_size": 6144,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "max_position_embeddings": 32768,
-    },
-}
-_MISTRAL_WINDOW = 4096
 _MAX_SIZE, _MAX_LAYERS = 1 << 28, 1 << 14  # no model has more
 
 
@@ -99,7 +63,7 @@ class ModelDims:
     @property
     def is_exact(self) -> bool:
         """True if `n_params` and the counts below cover all parameters of this architecture."""
-        return self.model_type in ARCHITECTURES
+        return self.model_type in FAMILIES
 
     @property
     def n_experts(self) -> int:
@@ -185,31 +149,32 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
     hidden_size, n_heads, n_layers = sizes["hidden_size"], sizes["n_heads"], sizes["n_layers"]
     if n_layers > _MAX_LAYERS:
         raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is out of range.")
-    kind, (qk_norm, qkv_bias) = model_type, ARCHITECTURES.get(model_type, (False, False))
+    kind, family = model_type, FAMILIES.get(model_type, OTHER)
     if config.get("attention_bias") or config.get("mlp_bias"):
         model_type = f"{model_type} with biases"  # inexact: its parameters are counted in the files
     # An architecture's default applies to a key that is left out; null stands for the generic value.
-    own = {key: value for key, value in _DEFAULTS.get(kind, {}).items() if key not in config}
+    own = {key: value for key, value in family.defaults.items() if key not in config}
     default = {"num_key_value_heads": n_heads, "head_dim": max(1, hidden_size // n_heads), **own}
     n_kv_heads = _optional(config, "num_key_value_heads", default["num_key_value_heads"])
-    if n_kv_heads > n_heads or kind in ARCHITECTURES and n_heads % n_kv_heads:
+    if n_kv_heads > n_heads or kind in FAMILIES and n_heads % n_kv_heads:
         raise ModelError(
             f"config.json of a {kind} model: num_key_value_heads = {n_kv_heads} does not divide {n_heads} heads."
         )
     ffn_size = next((_optional(config, name, 0) for name in _FFN_NAMES if config.get(name) is not None), 0)
     longest = config.get("max_position_embeddings", default.get("max_position_embeddings"))
-    window = _optional(config, "sliding_window", 0 if "sliding_window" in config else _MISTRAL_WINDOW, or_zero=True)
+    default_window = 0 if "sliding_window" in config else family.default_window or 0
+    window = _optional(config, "sliding_window", default_window, or_zero=True)
     return ModelDims(
         model_type=model_type,
         ffn_size=ffn_size or default.get("intermediate_size", 4 * hidden_size),
         n_kv_heads=n_kv_heads,
         head_dim=_optional(config, "head_dim", default["head_dim"]),
         max_positions=longest if isinstance(longest, int) and _is_size(longest) else sys.maxsize,
-        tied_embeddings=bool(config.get("tie_word_embeddings", model_type not in ARCHITECTURES)),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
+        tied_embeddings=bool(config.get("tie_word_embeddings", model_type not in FAMILIES)),
+        qk_norm=_has(config, family, family.qk_norm),
+        qkv_bias=_has(config, family, family.qkv_bias),
         moe=_moe(config, kind, n_layers),
-        sliding_window=(window or None) if kind == "mistral" else None,
+        sliding_window=None if family.default_window is None else window or None,
         **sizes,
     )
 
@@ -235,7 +200,8 @@ def attention_length(config_json: Mapping[str, Any]) -> float:
 
 def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims | None:
     """Return None if every layer is dense. Raises ModelError: a size or a list of layers is not valid."""
-    default = _DEFAULTS.get(model_type, {})
+    family = FAMILIES.get(model_type, OTHER)
+    default = family.defaults
     name = next((name for where in (config, default) for name in _EXPERT_NAMES if name in where), None)
     if name is None or (n := _optional(config, name, default.get(name, 0), or_zero=True)) == 0:
         return None
@@ -253,8 +219,13 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
         raise ModelError(
             f"config.json of a {model_type} model: num_experts_per_tok = {n_active} is not in 1 .. {name} = {n}."
         )
-    normalizes = model_type == "mixtral" or bool(config.get("norm_topk_prob", False))
+    normalizes = family.normalizes_experts or bool(config.get("norm_topk_prob", False))
     return MoeDims(n, n_active, ffn_size, normalizes, layers) if any(layers) else None
+
+
+def _has(config: Mapping[str, Any], family: Family, feature: bool | str) -> bool:
+    """Return whether a model has a feature of its family."""
+    return feature if isinstance(feature, bool) else bool(config.get(feature, family.defaults.get(feature, False)))
 
 
 def _required(config: Mapping[str, Any], names: tuple[str, ...], model_type: str) -> int:
@@ -343,9 +314,7 @@ def check_engine_split(
             raise ConfigError("rollout.tp", tp, problem, "lower it.")
 
 
-MEGATRON_ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-# Frequencies that depend on nothing but the config; "dynamic" and others change with the sequence.
-_ROPE_TYPES = ("default", "linear", "llama3")
+MEGATRON_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.in_megatron)
 _OTHER_BACKEND = "set actor.strategy=fsdp2, which takes any causal language model."
 
 
@@ -385,13 +354,13 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
             raise ModelError(problem, _OTHER_BACKEND)
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
-    if rope.get("rope_type", rope.get("type", "default")) not in _ROPE_TYPES or rotated not in (None, 1.0):
+    if rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES or rotated not in (None, 1.0):
         raise ModelError(
             f"{where}: rope_parameters {rope!r} is not supported by {strategy}; "
-            f"supported rope_type: {', '.join(_ROPE_TYPES)}, without partial rotation.",
+            f"supported rope_type: {', '.join(ROPE_TYPES)}, without partial rotation.",
             _OTHER_BACKEND,
         )
-    if model_type == "qwen3_moe":
+    if read_dims(config_json).moe is not None:
         _check_router(config_json, where)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from gkd.errors import ModelError
-from gkd.hf.model_dims import ARCHITECTURES, MEGATRON_ARCHITECTURES, check_megatron_support, read_dims
+from gkd.hf.families import FAMILIES
+from gkd.hf.model_dims import MEGATRON_ARCHITECTURES, check_megatron_support, read_dims
 from gkd.hf.model_folder import tensor_shapes
 from tests.unit.test_footprint import QWEN25_15B
 
@@ -20,7 +21,7 @@ NEEDED = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_at
 MOE = {**NEEDED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize(
     "change",
     [
