@@ -13,60 +13,58 @@ from dataclasses import dataclass, field
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """The models of one `model_type`, as transformers computes them.
 
-    A feature that each model chooses is named by its key in config.json.
+    Sizes are the values of keys that config.json may leave out. A feature that each model chooses is named by its key.
     """
 
-    defaults: Mapping[str, int] = field(default_factory=dict)  # values that config.json may leave out
+    n_kv_heads: int | None = None  # None: as many as there are heads
+    ffn_size: int | None = None
+    max_positions: int | None = None
+    others: Mapping[str, int] = field(default_factory=dict)  # key -> value
     in_megatron: bool = True  # the Megatron student computes it
     qk_norm: bool | str = False  # RMSNorm on the queries and keys of each head
     qkv_bias: bool | str = False  # bias on the q/k/v projections
+    has_no_rope_layers: bool = False  # no_rope_layers: some layers do not rotate queries and keys
     default_window: int | None = None  # sliding_window, if config.json has none; None: the key has no effect
     normalizes_experts: bool = False  # whatever norm_topk_prob is
+    sigmoid_router: bool = False  # GLM-4.5's router and shared experts; the first layers are dense
+    is_partly_rotated: bool = False  # partial_rotary_factor: only the first columns of a head are rotated
 
+    @property
+    def defaults(self) -> dict[str, int]:
+        """The values that config.json may leave out, by key."""
+        keys = "num_key_value_heads", "intermediate_size", "max_position_embeddings"
+        sizes = zip(keys, (self.n_kv_heads, self.ffn_size, self.max_positions), strict=True)
+        return {**{key: size for key, size in sizes if size is not None}, **self.others}
+
+
+_QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_QWEN2_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "qkv_bias": True}
+_QWEN2_MOE |= {"shared_expert_intermediate_size": 5632}
+_GLM4_MOE = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "norm_topk_prob": True}
+_GLM4_MOE |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family(
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "intermediate_size": 22016,
-            "max_position_embeddings": 32768,
-        },
-        qk_norm=True,
+    "qwen3": Family(32, 22016, 32768, {"head_dim": 128}, qk_norm=True),
+    "qwen2": Family(32, 22016, 32768, qkv_bias=True),
+    "llama": Family(None, 11008, 2048),
+    "mistral": Family(8, 14336, 131072, default_window=4096),
+    "qwen3_moe": Family(4, 6144, 32768, _QWEN3_MOE, qk_norm=True),
+    "qwen2_moe": Family(16, 5632, 32768, _QWEN2_MOE, qkv_bias="qkv_bias"),
+    "smollm3": Family(4, 11008, 32768, {"tie_word_embeddings": True}, has_no_rope_layers=True),
+    "glm4_moe": Family(
+        8,
+        10944,
+        131072,
+        _GLM4_MOE,
+        qk_norm="use_qk_norm",
+        qkv_bias="attention_bias",
+        sigmoid_router=True,
+        is_partly_rotated=True,
     ),
-    "qwen2": Family(
-        defaults={"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768},
-        qkv_bias=True,
-    ),
-    "llama": Family(defaults={"intermediate_size": 11008, "max_position_embeddings": 2048}),
-    "mistral": Family(
-        defaults={"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072},
-        default_window=4096,
-    ),
-    "qwen3_moe": Family(
-        defaults={
-            "intermediate_size": 6144,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "max_position_embeddings": 32768,
-        },
-        qk_norm=True,
-    ),
-    "mixtral": Family(
-        defaults={
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-        },
-        in_megatron=False,
-        normalizes_experts=True,
-    ),
+    "mixtral": Family(8, 14336, 131072, {"num_local_experts": 8}, in_megatron=False, normalizes_experts=True),
 }
 OTHER = Family()  # stands for every other model_type

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.errors import ConfigError, ModelError
@@ -39,6 +39,10 @@ class MoeDims:
     ffn_size: int  # intermediate size of one expert
     normalize_weights: bool  # the weights of a token's experts sum to 1
     layers: tuple[bool, ...]  # one per layer: True for experts, False for a dense MLP
+    shared_size: int = 0  # columns of the MLP that computes every token in addition; 0: there is none
+    shared_gate: bool = False  # a sigmoid of each token weights that MLP
+    groups: tuple[int, int] | None = None  # sigmoid router: (groups of experts, those among which a token chooses)
+    scale: float = 1.0  # of the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,11 @@ class ModelDims:
         return 0 if self.moe is None else self.moe.n_experts
 
     @property
+    def shared_size(self) -> int:
+        """Columns of the shared expert; 0 without one."""
+        return 0 if self.moe is None else self.moe.shared_size
+
+    @property
     def dense_ffn_size(self) -> int:
         """Columns of the MLPs without experts; 0 if every layer has experts."""
         return 0 if self.moe is not None and all(self.moe.layers) else self.ffn_size
@@ -81,7 +90,8 @@ class ModelDims:
         if not self.is_exact:
             return {}
         experts = () if self.moe is None else (self.moe.ffn_size,)
-        return {"MLP columns": (self.dense_ffn_size,), "expert columns": experts}
+        shared = {"columns of the shared expert": (self.shared_size,)}
+        return {"MLP columns": (self.dense_ffn_size,), "expert columns": experts, **shared}
 
     @property
     def q_columns(self) -> int:
@@ -116,8 +126,9 @@ class ModelDims:
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
         n = n // tp + 2 * h + (2 * d if self.qk_norm else 0)
-        if self.is_moe_layer(layer):
-            return n + self.n_experts * h  # the router
+        if self.moe is not None and self.is_moe_layer(layer):
+            router = self.n_experts * h + (h if self.moe.shared_gate else 0)
+            return n + router + 3 * h * self.shared_size // tp
         return n + 3 * h * self.ffn_size // tp
 
     def expert_params(self, layer: int, ep: int = 1) -> int:
@@ -150,7 +161,7 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
     if n_layers > _MAX_LAYERS:
         raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is out of range.")
     kind, family = model_type, FAMILIES.get(model_type, OTHER)
-    if config.get("attention_bias") or config.get("mlp_bias"):
+    if config.get("attention_bias") and family.qkv_bias != "attention_bias" or config.get("mlp_bias"):
         model_type = f"{model_type} with biases"  # inexact: its parameters are counted in the files
     # An architecture's default applies to a key that is left out; null stands for the generic value.
     own = {key: value for key, value in family.defaults.items() if key not in config}
@@ -170,7 +181,7 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
         n_kv_heads=n_kv_heads,
         head_dim=_optional(config, "head_dim", default["head_dim"]),
         max_positions=longest if isinstance(longest, int) and _is_size(longest) else sys.maxsize,
-        tied_embeddings=bool(config.get("tie_word_embeddings", model_type not in FAMILIES)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", default.get("tie_word_embeddings", family is OTHER))),
         qk_norm=_has(config, family, family.qk_norm),
         qkv_bias=_has(config, family, family.qkv_bias),
         moe=_moe(config, kind, n_layers),
@@ -202,13 +213,17 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
     """Return None if every layer is dense. Raises ModelError: a size or a list of layers is not valid."""
     family = FAMILIES.get(model_type, OTHER)
     default = family.defaults
-    name = next((name for where in (config, default) for name in _EXPERT_NAMES if name in where), None)
+    names = ("n_routed_experts", "num_local_experts") if family.sigmoid_router else _EXPERT_NAMES
+    name = next((name for where in (config, default) for name in names if name in where), None)
     if name is None or (n := _optional(config, name, default.get(name, 0), or_zero=True)) == 0:
         return None
     step, dense = _optional(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
         raise ModelError(f"config.json of a {model_type} model: mlp_only_layers = {dense!r} is not a list of layers.")
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
+    if family.sigmoid_router:
+        n_dense = _optional(config, "first_k_dense_replace", default["first_k_dense_replace"], or_zero=True)
+        layers = tuple(layer >= n_dense for layer in range(n_layers))
     # A null counts as left out: the experts of a mixtral have the size of its MLPs.
     ffn_size = _optional(config, "moe_intermediate_size", default.get("moe_intermediate_size", 0))
     ffn_size = ffn_size or _optional(config, "intermediate_size", default.get("intermediate_size", 0))
@@ -219,8 +234,21 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
         raise ModelError(
             f"config.json of a {model_type} model: num_experts_per_tok = {n_active} is not in 1 .. {name} = {n}."
         )
-    normalizes = family.normalizes_experts or bool(config.get("norm_topk_prob", False))
-    return MoeDims(n, n_active, ffn_size, normalizes, layers) if any(layers) else None
+    normalizes = family.normalizes_experts or _has(config, family, "norm_topk_prob")
+    shared_key = "shared_expert_intermediate_size"
+    gated = shared_key in default
+    shared_size = _optional(config, shared_key, default[shared_key]) if gated else 0
+    moe = MoeDims(n, n_active, ffn_size, normalizes, layers, shared_size, gated)
+    if family.sigmoid_router:
+        n_shared, *groups = (_optional(config, k, default[k]) for k in ("n_shared_experts", "n_group", "topk_group"))
+        scale = float(config.get("routed_scaling_factor", 1.0))
+        moe = replace(moe, shared_size=n_shared * ffn_size, groups=(groups[0], groups[1]), scale=scale)
+        if n % groups[0] or n // groups[0] < 2 or not n_active * groups[0] <= n * groups[1] <= n * groups[0]:
+            raise ModelError(
+                f"config.json of a {model_type} model: n_group = {groups[0]} and topk_group = {groups[1]} leave no "
+                f"choice of {n_active} among {n} experts."
+            )
+    return moe if any(layers) else None
 
 
 def _has(config: Mapping[str, Any], family: Family, feature: bool | str) -> bool:
@@ -270,6 +298,7 @@ def check_actor_split(dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, s
         ("actor.tp", tp, "attention heads", dims.n_heads),
         ("actor.tp", tp, "key/value heads", dims.n_kv_heads),
         ("actor.tp", tp, "MLP columns", dims.dense_ffn_size),
+        ("actor.tp", tp, "columns of the shared expert", dims.shared_size),
         ("actor.pp", pp, "layers", dims.n_layers),
     ):
         if count % size:
@@ -347,14 +376,21 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         "attention_dropout": 0.0,
         "hidden_act": "silu",
     }
+    family = FAMILIES[model_type]
+    if family.qkv_bias == "attention_bias":
+        del supported["attention_bias"]
     for key, value in supported.items():
         found = config_json.get(key, value)
         if (found or value) != value:
             problem = f"{where}: {key} = {found!r} is not supported by {strategy}, only {value!r}."
             raise ModelError(problem, _OTHER_BACKEND)
+    if any(kind != "full_attention" for kind in config_json.get("layer_types") or ()):
+        problem = f"{where}: layer_types has others than full_attention, the only one that {strategy} computes."
+        raise ModelError(problem, _OTHER_BACKEND)
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
-    if rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES or rotated not in (None, 1.0):
+    is_partial = rotated not in (None, 1.0) and not family.is_partly_rotated
+    if rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES or is_partial:
         raise ModelError(
             f"{where}: rope_parameters {rope!r} is not supported by {strategy}; "
             f"supported rope_type: {', '.join(ROPE_TYPES)}, without partial rotation.",

@@ -17,7 +17,7 @@ from gkd.hf.model_folder import tensor_shapes
 from tests.unit.test_footprint import QWEN25_15B
 
 # What no architecture is without; the rest may be left to its defaults.
-NEEDED = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32}
+NEEDED = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32, "pad_token_id": 0}
 MOE = {**NEEDED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 

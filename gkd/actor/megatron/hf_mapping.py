@@ -206,6 +206,41 @@ def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
 
 _ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), REPLICATED, lambda d: ((_moe(d).n_experts, d.hidden_size),))
 
+_CORRECTION = Rule(
+    "mlp.router.correction_bias",
+    ("mlp.gate.e_score_correction_bias",),
+    REPLICATED,
+    lambda d: ((_moe(d).n_experts,),),
+    when=lambda d: _moe(d).groups is not None,
+)
+
+
+def _shared_rules(module: str) -> tuple[Rule, ...]:
+    """Return the rules of the MLP that computes every token next to the experts."""
+    parts = (f"mlp.{module}.gate_proj.weight", f"mlp.{module}.up_proj.weight")
+    return (
+        Rule(
+            "mlp.shared_experts.linear_fc1.weight",
+            parts,
+            GatedMlp(),
+            lambda d: ((d.shared_size, d.hidden_size),) * 2,
+        ),
+        Rule(
+            "mlp.shared_experts.linear_fc2.weight",
+            (f"mlp.{module}.down_proj.weight",),
+            SPLIT_COLUMNS,
+            lambda d: ((d.hidden_size, d.shared_size),),
+        ),
+        Rule(
+            "mlp.shared_experts.gate_weight",
+            (f"mlp.{module}_gate.weight",),
+            REPLICATED,
+            lambda d: ((1, d.hidden_size),),
+            when=lambda d: _moe(d).shared_gate,
+        ),
+    )
+
+
 # Names relative to an expert. TP does not split experts.
 _EXPERT_RULES = (
     Rule("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), GatedMlp(), _expert_shapes),
@@ -248,7 +283,7 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
     for local, number in enumerate(layout.layer_range(dims, chunk)):
         prefixes = f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."
         is_moe = dims.is_moe_layer(number)
-        for rule in (*_LAYER_RULES, *([_ROUTER] if is_moe else _MLP_RULES)):
+        for rule in (*_LAYER_RULES, *(_moe_rules(dims) if is_moe else _MLP_RULES)):
             if rule.when(dims):
                 entries.append(_entry(rule, dims, *prefixes))
         if is_moe:
@@ -263,6 +298,12 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
                 TensorEntry(prefix + _LM_HEAD.param, _EMBEDDING.hf, _vocab_shape(dims), _LM_HEAD.layout, exported=False)
             )
     return entries
+
+
+def _moe_rules(dims: ModelDims) -> tuple[Rule, ...]:
+    """Return the rules of a layer with experts, without these."""
+    module = "shared_expert" if _moe(dims).shared_gate else "shared_experts"
+    return (_ROUTER, _CORRECTION, *(_shared_rules(module) if dims.shared_size else ()))
 
 
 def held_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
@@ -350,4 +391,6 @@ def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: ModelDims) ->
 
 def _is_ignorable(name: str, dims: ModelDims) -> bool:
     """Return whether the tensor is a known redundant one, which transformers ignores, too."""
-    return name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")
+    # GLM-4.5's layer for the prediction of further tokens follows the others. A student trains and saves none.
+    is_next = dims.model_type == "glm4_moe" and name.startswith(f"model.layers.{dims.n_layers}.")
+    return is_next or name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")

@@ -211,7 +211,7 @@ def build_model(
         vp_stage = number if layout.vpp > 1 else None
         chunk = StudentGPT(
             config=config,
-            transformer_layer_spec=layer_spec(config, with_te=with_te, chunk=vp_stage, fused=fused),
+            transformer_layer_spec=layer_spec(config, dims, with_te=with_te, chunk=vp_stage, fused=fused),
             vocab_size=layout.padded_vocab_size(dims),
             max_sequence_length=dims.max_positions,
             pre_process=layout.holds_embedding(number),

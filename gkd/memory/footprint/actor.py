@@ -70,16 +70,18 @@ def adapter_params(config: Config, dims: ModelDims, layers: Sequence[int], tp: i
     f = dims.ffn_size
     q = dims.q_columns
     kv = dims.kv_columns
-    sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h), "down_proj": (f, h)}
+    sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
     dense = [layer for layer in layers if not dims.is_moe_layer(layer)]
     if dims.moe is not None and not config.actor.backend.adapts_moe_models:
         dense = []
+    # Columns of MLPs -> the layers that have them; those of experts get none.
+    columns = ((f, len(dense)), (dims.shared_size, sum(map(dims.is_moe_layer, layers)) if dims.shared_size else 0))
     total = 0
     for target in config.actor.lora.targets:
         name = target.rpartition(".")[2]
-        n_in, n_out = sides.get(name, (h, f))  # inputs, outputs
-        of_layer = n_in // tp + n_out if name in _SPLIT_INPUTS else n_in + n_out // tp
-        total += of_layer * len(layers if name in _ATTENTION else dense)
+        mlps = [((size, h) if name == "down_proj" else (h, size), n) for size, n in columns]
+        for (n_in, n_out), n in [(sides[name], len(layers))] if name in _ATTENTION else mlps:
+            total += n * (n_in // tp + n_out if name in _SPLIT_INPUTS else n_in + n_out // tp)
     return config.actor.lora.rank * total
 
 
@@ -229,7 +231,7 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     if dims.moe is None or not dims.is_moe_layer(layer):
         return hidden + b * (attention + per_column * dims.ffn_size / actor.tp)
     routed = dims.moe.n_active * share * ((1 if is_megatron else 2) * dims.hidden_size + per_column * dims.moe.ffn_size)
-    return hidden + b * (attention + routed)
+    return hidden + b * (attention + routed + per_column * dims.shared_size / actor.tp)
 
 
 def _training_step(config: Config, model: ModelFolder, stage: Stage, *, on_cpu: bool) -> dict[str, int]:
@@ -306,7 +308,8 @@ def _loss(config: Config, dims: ModelDims, n_rows: int, *, frozen: bool, on_cpu:
 def _weight_sync(config: Config, model: ModelFolder, stage: Stage) -> int:
     """Return the bytes of the buckets, and of the largest tensor: gathered, and with TP joined."""
     dims, b = model.dims, itemsize(config)
-    matrices = [dims.hidden_size * max(dims.ffn_size, dims.q_columns), dims.vocab_size * dims.hidden_size]
+    columns = max(dims.ffn_size, dims.q_columns, dims.shared_size)
+    matrices = [dims.hidden_size * columns, dims.vocab_size * dims.hidden_size]
     joined = 2 if config.actor.tp > 1 else 0
     if config.actor.backend.shards_every_tensor:  # all experts of a layer are one tensor for two of their matrices
         experts = 0 if dims.moe is None else 2 * dims.moe.n_experts * dims.moe.ffn_size * dims.hidden_size
