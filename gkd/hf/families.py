@@ -27,8 +27,10 @@ class Family:
     in_megatron: bool = True  # the Megatron student computes it
     qk_norm: bool | str = False  # RMSNorm on the queries and keys of each head
     qkv_bias: bool | str = False  # bias on the q/k/v projections
+    post_norm: bool = False  # OLMo 2: norms after attention and MLP, and of all queries, or keys, of a token together
     has_no_rope_layers: bool = False  # no_rope_layers: some layers do not rotate queries and keys
     default_window: int | None = None  # sliding_window, if config.json has none; None: the key has no effect
+    scales_queries: bool = False  # Ministral 3: by llama_4_scaling_beta, beyond the original context; and yarn
     normalizes_experts: bool = False  # whatever norm_topk_prob is
     sigmoid_router: bool = False  # GLM-4.5's router and shared experts; the first layers are dense
     is_partly_rotated: bool = False  # partial_rotary_factor: only the first columns of a head are rotated
@@ -65,6 +67,8 @@ FAMILIES: dict[str, Family] = {
         sigmoid_router=True,
         is_partly_rotated=True,
     ),
+    "olmo2": Family(None, 11008, 2048, post_norm=True),
+    "ministral3": Family(8, 14336, 262144, {"head_dim": 128}, default_window=0, scales_queries=True),
     "mixtral": Family(8, 14336, 131072, {"num_local_experts": 8}, in_megatron=False, normalizes_experts=True),
 }
 OTHER = Family()  # stands for every other model_type

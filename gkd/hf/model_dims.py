@@ -61,6 +61,8 @@ class ModelDims:
     tied_embeddings: bool
     qk_norm: bool
     qkv_bias: bool
+    post_norm: bool = False  # see `Family`
+    scales_queries: bool = False  # see `Family`
     sliding_window: int | None = None  # tokens that a token of a mistral attends to, itself included; None means all
     moe: MoeDims | None = None  # None: a dense model
 
@@ -126,6 +128,7 @@ class ModelDims:
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
         n = n // tp + 2 * h + (2 * d if self.qk_norm else 0)
+        n += (self.q_columns + self.kv_columns) // tp if self.post_norm else 0
         if self.moe is not None and self.is_moe_layer(layer):
             router = self.n_experts * h + (h if self.moe.shared_gate else 0)
             return n + router + 3 * h * self.shared_size // tp
@@ -184,6 +187,8 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
         tied_embeddings=bool(config.get("tie_word_embeddings", default.get("tie_word_embeddings", family is OTHER))),
         qk_norm=_has(config, family, family.qk_norm),
         qkv_bias=_has(config, family, family.qkv_bias),
+        post_norm=family.post_norm,
+        scales_queries=family.scales_queries,
         moe=_moe(config, kind, n_layers),
         sliding_window=None if family.default_window is None else window or None,
         **sizes,
@@ -241,13 +246,11 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
     moe = MoeDims(n, n_active, ffn_size, normalizes, layers, shared_size, gated)
     if family.sigmoid_router:
         n_shared, *groups = (_optional(config, k, default[k]) for k in ("n_shared_experts", "n_group", "topk_group"))
-        scale = float(config.get("routed_scaling_factor", 1.0))
-        moe = replace(moe, shared_size=n_shared * ffn_size, groups=(groups[0], groups[1]), scale=scale)
-        if n % groups[0] or n // groups[0] < 2 or not n_active * groups[0] <= n * groups[1] <= n * groups[0]:
-            raise ModelError(
-                f"config.json of a {model_type} model: n_group = {groups[0]} and topk_group = {groups[1]} leave no "
-                f"choice of {n_active} among {n} experts."
-            )
+        scale, fits = config.get("routed_scaling_factor", 1.0), n % groups[0] == 0 and n >= 2 * groups[0]
+        if not (fits and n_active * groups[0] <= n * groups[1] <= n * groups[0] and isinstance(scale, int | float)):
+            found = f"n_group = {groups[0]}, topk_group = {groups[1]}, routed_scaling_factor = {scale!r}"
+            raise ModelError(f"config.json of a {model_type} model: {found} do not fit {n_active} of {n} experts.")
+        moe = replace(moe, shared_size=n_shared * ffn_size, groups=(groups[0], groups[1]), scale=float(scale))
     return moe if any(layers) else None
 
 
@@ -289,8 +292,13 @@ def check_expert_ranks(ep: int, ranks_of_stage: int) -> None:
         raise ConfigError("actor.ep", ep, problem, fix)
 
 
-def check_actor_split(dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool) -> None:
-    """Raise ConfigError naming the parallel size that does not divide the model."""
+def check_actor_split(
+    dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool, layers: str = "auto"
+) -> None:
+    """Raise ConfigError naming the parallel size that does not divide the model, or layers that do not fit it."""
+    if layers == "te" and dims.post_norm:
+        problem = f"a {dims.model_type} model has norms after attention and MLP, Transformer Engine's layers before."
+        raise ConfigError("actor.layers", "te", problem, "use auto.")
     if ep > 1 and not dims.n_experts:
         raise ConfigError("actor.ep", ep, f"the model ({dims.model_type}) has no experts.", "Use 1.")
     for key, size, what, count in (
@@ -390,14 +398,26 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
     is_partial = rotated not in (None, 1.0) and not family.is_partly_rotated
-    if rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES or is_partial:
+    if not _computes_rope(family, rope) or is_partial:
         raise ModelError(
             f"{where}: rope_parameters {rope!r} is not supported by {strategy}; "
-            f"supported rope_type: {', '.join(ROPE_TYPES)}, without partial rotation.",
+            f"supported rope_type: {', '.join(ROPE_TYPES)}, without partial rotation"
+            f"{'; yarn with mscale = mscale_all_dim, and llama_4_scaling_beta' * family.scales_queries}.",
             _OTHER_BACKEND,
         )
     if read_dims(config_json).moe is not None:
         _check_router(config_json, where)
+
+
+def _computes_rope(family: Family, rope: Mapping[str, Any]) -> bool:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not family.scales_queries or not rope:  # transformers sets all values if config.json has none
+        return kind in ROPE_TYPES
+    # Another attention_factor than 1 would scale queries and keys.
+    is_plain = rope.get("attention_factor", bool(rope.get("mscale")) and rope["mscale"] == rope.get("mscale_all_dim"))
+    has_scale = isinstance(rope.get("llama_4_scaling_beta"), int | float)
+    has_scale = has_scale and _is_size(rope.get("original_max_position_embeddings"))
+    return has_scale and (kind in ROPE_TYPES or (kind == "yarn" and is_plain == 1))
 
 
 def _check_router(config_json: Mapping[str, Any], where: str) -> None:

@@ -19,7 +19,7 @@ VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 PAD = 16  # occurs inside sequences, as the end-of-turn token of models that pad with it
 TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
-KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3")
+KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3")
 # Normalized expert weights and experts in every layer; not normalized, and a dense first layer.
 MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe")
 
@@ -62,6 +62,13 @@ def make_hf_folder(
     elif kind == "smollm3":
         none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
         model = tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**sizes, **none, no_rope_layers=[1, 0] * n_layers))
+    elif kind == "ministral3":
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4}
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+        config = tf.Ministral3Config(**sizes, head_dim=16, rope_parameters=rope)
+        model = tf.Ministral3ForCausalLM(config)
+    elif kind == "olmo2":
+        model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, pad_token_id=PAD))
     elif kind == "glm4_moe":
         experts = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
         experts |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}

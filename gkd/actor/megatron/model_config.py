@@ -29,6 +29,7 @@ class MegatronDims(ModelDims):
 
     norm_eps: float
     rope_inv_freq: tuple[float, ...]  # [rotated columns / 2] float32 values, rope scaling applied
+    query_scale: tuple[float, int] | None = None  # llama_4_scaling_beta and the original context
     no_rope: tuple[bool, ...] = ()  # one per layer: True for those without; empty: every layer rotates
 
 
@@ -50,11 +51,15 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
     config_json = config.to_dict()
     check_megatron_support(config_json, str(folder))
     dims = read_dims(config_json)
-    rotates = config.no_rope_layers[: dims.n_layers] if FAMILIES[dims.model_type].has_no_rope_layers else ()
+    family, rope = FAMILIES[dims.model_type], config.rope_parameters
+    rotates = config.no_rope_layers[: dims.n_layers] if family.has_no_rope_layers else ()
     return MegatronDims(
         **{field.name: getattr(dims, field.name) for field in fields(dims)},
         norm_eps=config.rms_norm_eps,
         rope_inv_freq=_rope_inv_freq(folder, config, dims.head_dim),
+        query_scale=(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+        if dims.scales_queries
+        else None,
         no_rope=tuple(not layer for layer in rotates),
     )
 
@@ -159,21 +164,27 @@ class PositionAngles(torch.nn.Module):
 
     Args:
         inv_freq: [D / 2] float32, rotations per position, radians.
+        query_scale: see `MegatronDims`. The scale is one more column, which `ScaledQueries` reads.
     """
 
     positions: Tensor  # [S] of the current micro-batch's columns
 
-    def __init__(self, inv_freq: Tensor) -> None:
+    def __init__(self, inv_freq: Tensor, query_scale: tuple[float, int] | None = None) -> None:
         super().__init__()
         self.inv_freq = inv_freq
+        self._query_scale = query_scale
 
     def get_rotary_seq_len(self, *_: Any) -> int:
         return len(self.positions)
 
     def forward(self, *_: Any, **unused: Any) -> Tensor:
-        """Return [S, 1, 1, D] float32."""
+        """Return [S, 1, 1, D] float32, or [S, 1, 1, D + 1] with scales of queries."""
         angles = torch.outer(self.positions.to(torch.float32), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None]
+        columns = [angles, angles]
+        if self._query_scale is not None:
+            beta, length = self._query_scale
+            columns.append(1 + beta * torch.log(1 + torch.floor(self.positions[:, None] / length)))
+        return torch.cat(columns, dim=-1)[:, None, None]
 
 
 # Compile the rotary embedding to one kernel, in the place where Megatron looks for Transformer Engine's.

@@ -123,9 +123,8 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
     n_shards = config.derived.n_shards
     check_megatron_support(model.config_json)
     check_expert_ranks(actor.ep, config.derived.world_size // actor.pp)
-    check_actor_split(
-        dims, tp=actor.tp, pp=actor.pp, vpp=actor.vpp, ep=actor.ep, sequence_parallel=actor.sequence_parallel
-    )
+    sizes = {"tp": actor.tp, "pp": actor.pp, "vpp": actor.vpp, "ep": actor.ep}
+    check_actor_split(dims, **sizes, sequence_parallel=actor.sequence_parallel, layers=actor.layers)
     check_context_split(actor.cp, (dims.n_heads // actor.tp,), (dims.n_kv_heads // actor.tp,))
     dims.check_sequence_length(config.derived.max_sequence_length)
     per_chunk = dims.n_layers // (actor.pp * actor.vpp)
@@ -221,9 +220,10 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     q, kv = dims.q_columns / actor.tp, dims.kv_columns / actor.tp
     attention = 2 * (q + kv) + (q if actor.cp > 1 else 0)  # queries, keys, values, context, and its own columns of it
     norm = 2 * FLOAT32 if on_cpu else b  # their input: on the CPU in float32, and normalized
-    if is_megatron and (dims.qk_norm or on_cpu or actor.recompute == "selective"):
+    has_norms = dims.qk_norm or dims.post_norm
+    if is_megatron and (has_norms or on_cpu or actor.recompute == "selective"):
         attention += q + kv  # values are a view of the projection, and keep all of it
-    if dims.qk_norm:
+    if has_norms:
         attention += (q + kv) * norm / b
     hidden = 2 * (norm + b) * dims.hidden_size * share
     is_fused = is_megatron and not on_cpu and actor.layers != "torch"
