@@ -1,6 +1,6 @@
 """Read the sizes of a decoder-only model from its config.json, and refuse what the run cannot split or compute.
 
-Pure: no torch, no transformers. Sizes and parameter counts are exact for `ARCHITECTURES`. Other models, which
+Pure: no torch, no transformers. Sizes and parameter counts are exact for `FAMILIES`. Other models, which
 actor.strategy=fsdp2 accepts, name their sizes in various ways: the usual names are tried, and their parameters are
 counted in the weight files (`gkd.hf.model_folder`).
 
@@ -12,20 +12,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.errors import ConfigError, ModelError
-
-# model_type -> (RMSNorm on queries and keys, bias on the q/k/v projections)
-ARCHITECTURES: dict[str, tuple[bool, bool]] = {
-    "qwen3": (True, False),
-    "qwen2": (False, True),
-    "llama": (False, False),
-    "mistral": (False, False),
-    "qwen3_moe": (True, False),
-    "mixtral": (False, False),
-}
+from gkd.hf.families import FAMILIES, OTHER, ROPE_TYPES, Family
 
 _NAMES = {
     "vocab_size": ("vocab_size",),
@@ -36,33 +27,6 @@ _NAMES = {
 _FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _EXPERT_NAMES = ("num_experts", "num_local_experts")
 
-# Values that config.json may leave out: the defaults of each architecture in transformers.
-_DEFAULTS: dict[str, dict[str, int]] = {
-    "qwen2": {"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "intermediate_size": 22016,
-        "max_position_embeddings": 32768,
-    },
-    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-    },
-    "qwen3_moe": {
-        "intermediate_size": 6144,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "max_position_embeddings": 32768,
-    },
-}
-_MISTRAL_WINDOW = 4096
 _MAX_SIZE, _MAX_LAYERS = 1 << 28, 1 << 14  # no model has more
 
 
@@ -75,6 +39,10 @@ class MoeDims:
     ffn_size: int  # intermediate size of one expert
     normalize_weights: bool  # the weights of a token's experts sum to 1
     layers: tuple[bool, ...]  # one per layer: True for experts, False for a dense MLP
+    shared_size: int = 0  # columns of the MLP that computes every token in addition; 0: there is none
+    shared_gate: bool = False  # a sigmoid of each token weights that MLP
+    groups: tuple[int, int] | None = None  # sigmoid router: (groups of experts, those among which a token chooses)
+    scale: float = 1.0  # of the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +61,25 @@ class ModelDims:
     tied_embeddings: bool
     qk_norm: bool
     qkv_bias: bool
+    post_norm: bool = False  # see `Family`
+    scales_queries: bool = False  # see `Family`
     sliding_window: int | None = None  # tokens that a token of a mistral attends to, itself included; None means all
     moe: MoeDims | None = None  # None: a dense model
 
     @property
     def is_exact(self) -> bool:
         """True if `n_params` and the counts below cover all parameters of this architecture."""
-        return self.model_type in ARCHITECTURES
+        return self.model_type in FAMILIES
 
     @property
     def n_experts(self) -> int:
         """Number of experts; 0 for a dense model."""
         return 0 if self.moe is None else self.moe.n_experts
+
+    @property
+    def shared_size(self) -> int:
+        """Columns of the shared expert; 0 without one."""
+        return 0 if self.moe is None else self.moe.shared_size
 
     @property
     def dense_ffn_size(self) -> int:
@@ -117,7 +92,8 @@ class ModelDims:
         if not self.is_exact:
             return {}
         experts = () if self.moe is None else (self.moe.ffn_size,)
-        return {"MLP columns": (self.dense_ffn_size,), "expert columns": experts}
+        shared = {"columns of the shared expert": (self.shared_size,)}
+        return {"MLP columns": (self.dense_ffn_size,), "expert columns": experts, **shared}
 
     @property
     def q_columns(self) -> int:
@@ -152,8 +128,10 @@ class ModelDims:
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
         n = n // tp + 2 * h + (2 * d if self.qk_norm else 0)
-        if self.is_moe_layer(layer):
-            return n + self.n_experts * h  # the router
+        n += (self.q_columns + self.kv_columns) // tp if self.post_norm else 0
+        if self.moe is not None and self.is_moe_layer(layer):
+            router = self.n_experts * h + (h if self.moe.shared_gate else 0)
+            return n + router + 3 * h * self.shared_size // tp
         return n + 3 * h * self.ffn_size // tp
 
     def expert_params(self, layer: int, ep: int = 1) -> int:
@@ -185,31 +163,34 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
     hidden_size, n_heads, n_layers = sizes["hidden_size"], sizes["n_heads"], sizes["n_layers"]
     if n_layers > _MAX_LAYERS:
         raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is out of range.")
-    kind, (qk_norm, qkv_bias) = model_type, ARCHITECTURES.get(model_type, (False, False))
-    if config.get("attention_bias") or config.get("mlp_bias"):
+    kind, family = model_type, FAMILIES.get(model_type, OTHER)
+    if config.get("attention_bias") and family.qkv_bias != "attention_bias" or config.get("mlp_bias"):
         model_type = f"{model_type} with biases"  # inexact: its parameters are counted in the files
     # An architecture's default applies to a key that is left out; null stands for the generic value.
-    own = {key: value for key, value in _DEFAULTS.get(kind, {}).items() if key not in config}
+    own = {key: value for key, value in family.defaults.items() if key not in config}
     default = {"num_key_value_heads": n_heads, "head_dim": max(1, hidden_size // n_heads), **own}
     n_kv_heads = _optional(config, "num_key_value_heads", default["num_key_value_heads"])
-    if n_kv_heads > n_heads or kind in ARCHITECTURES and n_heads % n_kv_heads:
+    if n_kv_heads > n_heads or kind in FAMILIES and n_heads % n_kv_heads:
         raise ModelError(
             f"config.json of a {kind} model: num_key_value_heads = {n_kv_heads} does not divide {n_heads} heads."
         )
     ffn_size = next((_optional(config, name, 0) for name in _FFN_NAMES if config.get(name) is not None), 0)
     longest = config.get("max_position_embeddings", default.get("max_position_embeddings"))
-    window = _optional(config, "sliding_window", 0 if "sliding_window" in config else _MISTRAL_WINDOW, or_zero=True)
+    default_window = 0 if "sliding_window" in config else family.default_window or 0
+    window = _optional(config, "sliding_window", default_window, or_zero=True)
     return ModelDims(
         model_type=model_type,
         ffn_size=ffn_size or default.get("intermediate_size", 4 * hidden_size),
         n_kv_heads=n_kv_heads,
         head_dim=_optional(config, "head_dim", default["head_dim"]),
         max_positions=longest if isinstance(longest, int) and _is_size(longest) else sys.maxsize,
-        tied_embeddings=bool(config.get("tie_word_embeddings", model_type not in ARCHITECTURES)),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
+        tied_embeddings=bool(config.get("tie_word_embeddings", default.get("tie_word_embeddings", family is OTHER))),
+        qk_norm=_has(config, family, family.qk_norm),
+        qkv_bias=_has(config, family, family.qkv_bias),
+        post_norm=family.post_norm,
+        scales_queries=family.scales_queries,
         moe=_moe(config, kind, n_layers),
-        sliding_window=(window or None) if kind == "mistral" else None,
+        sliding_window=None if family.default_window is None else window or None,
         **sizes,
     )
 
@@ -235,14 +216,19 @@ def attention_length(config_json: Mapping[str, Any]) -> float:
 
 def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims | None:
     """Return None if every layer is dense. Raises ModelError: a size or a list of layers is not valid."""
-    default = _DEFAULTS.get(model_type, {})
-    name = next((name for where in (config, default) for name in _EXPERT_NAMES if name in where), None)
+    family = FAMILIES.get(model_type, OTHER)
+    default = family.defaults
+    names = ("n_routed_experts", "num_local_experts") if family.sigmoid_router else _EXPERT_NAMES
+    name = next((name for where in (config, default) for name in names if name in where), None)
     if name is None or (n := _optional(config, name, default.get(name, 0), or_zero=True)) == 0:
         return None
     step, dense = _optional(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
         raise ModelError(f"config.json of a {model_type} model: mlp_only_layers = {dense!r} is not a list of layers.")
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
+    if family.sigmoid_router:
+        n_dense = _optional(config, "first_k_dense_replace", default["first_k_dense_replace"], or_zero=True)
+        layers = tuple(layer >= n_dense for layer in range(n_layers))
     # A null counts as left out: the experts of a mixtral have the size of its MLPs.
     ffn_size = _optional(config, "moe_intermediate_size", default.get("moe_intermediate_size", 0))
     ffn_size = ffn_size or _optional(config, "intermediate_size", default.get("intermediate_size", 0))
@@ -253,8 +239,24 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
         raise ModelError(
             f"config.json of a {model_type} model: num_experts_per_tok = {n_active} is not in 1 .. {name} = {n}."
         )
-    normalizes = model_type == "mixtral" or bool(config.get("norm_topk_prob", False))
-    return MoeDims(n, n_active, ffn_size, normalizes, layers) if any(layers) else None
+    normalizes = family.normalizes_experts or _has(config, family, "norm_topk_prob")
+    shared_key = "shared_expert_intermediate_size"
+    gated = shared_key in default
+    shared_size = _optional(config, shared_key, default[shared_key]) if gated else 0
+    moe = MoeDims(n, n_active, ffn_size, normalizes, layers, shared_size, gated)
+    if family.sigmoid_router:
+        n_shared, *groups = (_optional(config, k, default[k]) for k in ("n_shared_experts", "n_group", "topk_group"))
+        scale, fits = config.get("routed_scaling_factor", 1.0), n % groups[0] == 0 and n >= 2 * groups[0]
+        if not (fits and n_active * groups[0] <= n * groups[1] <= n * groups[0] and isinstance(scale, int | float)):
+            found = f"n_group = {groups[0]}, topk_group = {groups[1]}, routed_scaling_factor = {scale!r}"
+            raise ModelError(f"config.json of a {model_type} model: {found} do not fit {n_active} of {n} experts.")
+        moe = replace(moe, shared_size=n_shared * ffn_size, groups=(groups[0], groups[1]), scale=float(scale))
+    return moe if any(layers) else None
+
+
+def _has(config: Mapping[str, Any], family: Family, feature: bool | str) -> bool:
+    """Return whether a model has a feature of its family."""
+    return feature if isinstance(feature, bool) else bool(config.get(feature, family.defaults.get(feature, False)))
 
 
 def _required(config: Mapping[str, Any], names: tuple[str, ...], model_type: str) -> int:
@@ -290,8 +292,13 @@ def check_expert_ranks(ep: int, ranks_of_stage: int) -> None:
         raise ConfigError("actor.ep", ep, problem, fix)
 
 
-def check_actor_split(dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool) -> None:
-    """Raise ConfigError naming the parallel size that does not divide the model."""
+def check_actor_split(
+    dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool, layers: str = "auto"
+) -> None:
+    """Raise ConfigError naming the parallel size that does not divide the model, or layers that do not fit it."""
+    if layers == "te" and dims.post_norm:
+        problem = f"a {dims.model_type} model has norms after attention and MLP, Transformer Engine's layers before."
+        raise ConfigError("actor.layers", "te", problem, "use auto.")
     if ep > 1 and not dims.n_experts:
         raise ConfigError("actor.ep", ep, f"the model ({dims.model_type}) has no experts.", "Use 1.")
     for key, size, what, count in (
@@ -299,6 +306,7 @@ def check_actor_split(dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, s
         ("actor.tp", tp, "attention heads", dims.n_heads),
         ("actor.tp", tp, "key/value heads", dims.n_kv_heads),
         ("actor.tp", tp, "MLP columns", dims.dense_ffn_size),
+        ("actor.tp", tp, "columns of the shared expert", dims.shared_size),
         ("actor.pp", pp, "layers", dims.n_layers),
     ):
         if count % size:
@@ -343,9 +351,7 @@ def check_engine_split(
             raise ConfigError("rollout.tp", tp, problem, "lower it.")
 
 
-MEGATRON_ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-# Frequencies that depend on nothing but the config; "dynamic" and others change with the sequence.
-_ROPE_TYPES = ("default", "linear", "llama3")
+MEGATRON_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.in_megatron)
 _OTHER_BACKEND = "set actor.strategy=fsdp2, which takes any causal language model."
 
 
@@ -378,21 +384,40 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         "attention_dropout": 0.0,
         "hidden_act": "silu",
     }
+    family = FAMILIES[model_type]
+    if family.qkv_bias == "attention_bias":
+        del supported["attention_bias"]
     for key, value in supported.items():
         found = config_json.get(key, value)
         if (found or value) != value:
             problem = f"{where}: {key} = {found!r} is not supported by {strategy}, only {value!r}."
             raise ModelError(problem, _OTHER_BACKEND)
+    if any(kind != "full_attention" for kind in config_json.get("layer_types") or ()):
+        problem = f"{where}: layer_types has others than full_attention, the only one that {strategy} computes."
+        raise ModelError(problem, _OTHER_BACKEND)
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
-    if rope.get("rope_type", rope.get("type", "default")) not in _ROPE_TYPES or rotated not in (None, 1.0):
+    is_partial = rotated not in (None, 1.0) and not family.is_partly_rotated
+    if not _computes_rope(family, rope) or is_partial:
         raise ModelError(
             f"{where}: rope_parameters {rope!r} is not supported by {strategy}; "
-            f"supported rope_type: {', '.join(_ROPE_TYPES)}, without partial rotation.",
+            f"supported rope_type: {', '.join(ROPE_TYPES)}, without partial rotation"
+            f"{'; yarn with mscale = mscale_all_dim, and llama_4_scaling_beta' * family.scales_queries}.",
             _OTHER_BACKEND,
         )
-    if model_type == "qwen3_moe":
+    if read_dims(config_json).moe is not None:
         _check_router(config_json, where)
+
+
+def _computes_rope(family: Family, rope: Mapping[str, Any]) -> bool:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not family.scales_queries or not rope:  # transformers sets all values if config.json has none
+        return kind in ROPE_TYPES
+    # Another attention_factor than 1 would scale queries and keys.
+    is_plain = rope.get("attention_factor", bool(rope.get("mscale")) and rope["mscale"] == rope.get("mscale_all_dim"))
+    has_scale = isinstance(rope.get("llama_4_scaling_beta"), int | float)
+    has_scale = has_scale and _is_size(rope.get("original_max_position_embeddings"))
+    return has_scale and (kind in ROPE_TYPES or (kind == "yarn" and is_plain == 1))
 
 
 def _check_router(config_json: Mapping[str, Any], where: str) -> None:

@@ -19,9 +19,9 @@ VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 PAD = 16  # occurs inside sequences, as the end-of-turn token of models that pad with it
 TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
-KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
+KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3")
 # Normalized expert weights and experts in every layer; not normalized, and a dense first layer.
-MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed")
+MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe")
 
 
 def make_hf_folder(
@@ -59,6 +59,26 @@ def make_hf_folder(
     elif kind == "mistral":
         config = tf.MistralConfig(**sizes, head_dim=16, tie_word_embeddings=False, sliding_window=None)
         model = tf.MistralForCausalLM(config)
+    elif kind == "smollm3":
+        none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        model = tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**sizes, **none, no_rope_layers=[1, 0] * n_layers))
+    elif kind == "ministral3":
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4}
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+        config = tf.Ministral3Config(**sizes, head_dim=16, rope_parameters=rope)
+        model = tf.Ministral3ForCausalLM(config)
+    elif kind == "olmo2":
+        model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, pad_token_id=PAD))
+    elif kind == "glm4_moe":
+        experts = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+        experts |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
+        config = tf.Glm4MoeConfig(**sizes, **experts, head_dim=16, attention_bias=True, use_qk_norm=True)
+        model = tf.Glm4MoeForCausalLM(config)
+    elif kind == "qwen2_moe":
+        experts = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
+        experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}
+        config = tf.Qwen2MoeConfig(**sizes, **experts, tie_word_embeddings=False)
+        model = tf.Qwen2MoeForCausalLM(config)
     elif kind in MOE_KINDS:
         mixed = kind == "qwen3_moe_mixed"
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -74,13 +94,17 @@ def make_hf_folder(
     else:
         raise ValueError(kind)
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in (*model.named_parameters(), *_corrections(model)):
             if param.ndim == 1:
                 param.normal_(1.0 if "norm" in name else 0.0, 0.2)
             else:
                 param.normal_(0.0, 0.15)
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def _corrections(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in model.named_buffers() if "e_score_correction_bias" in name]
 
 
 def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
@@ -154,7 +178,7 @@ def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
 def by_file_name(model: torch.nn.Module, value: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
     """Return copies of `value(parameter)` by the names in the files: transformers fuses experts, files do not."""
     tensors = {}
-    for name, param in model.named_parameters():
+    for name, param in (*model.named_parameters(), *_corrections(model)):
         tensor = value(param).detach().clone()
         prefix, _, leaf = name.rpartition(".")
         if not prefix.endswith(".experts"):

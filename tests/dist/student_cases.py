@@ -78,7 +78,7 @@ def _megatron_grads(student: Any) -> dict[str, torch.Tensor]:
 
     model = student.model
     entries = model.trained_entries() if model.adapters else stage_entries(model.dims, student.layout)
-    full = iter_full(model, entries, value=lambda param: param.main_grad)  # type: ignore[attr-defined]
+    full = iter_full(model, entries, value=lambda param: getattr(param, "main_grad", torch.zeros_like(param)))
     return {name: grad.clone() for name, grad in full}
 
 

@@ -66,7 +66,7 @@ def actor_of(*overrides: str, config_json: dict[str, Any] = QWEN25_15B, **more: 
     return ranks_of(config_of(*overrides), config_json, **more)[0]
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "olmo2"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "olmo3"])
 def test_other_models_are_counted_in_their_files(kind: str) -> None:
     """Fails if a tensor is not counted, or a layer is not recognized by its name."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -218,7 +218,7 @@ def test_a_folder_without_a_config(tmp_path: Path, content: str | None) -> None:
 
 def test_damaged_weight_files(tmp_path: Path) -> None:
     """Fails if the headers of absent, truncated or foreign files end in a traceback."""
-    other = json.dumps({**QWEN25_15B, "model_type": "olmo2"})
+    other = json.dumps({**QWEN25_15B, "model_type": "olmo3"})
     folder = _folder(tmp_path / "model", other)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         read_model_folder(folder, "model.path")

@@ -59,7 +59,7 @@ class TensorLayout:
 
 
 REPLICATED = TensorLayout(None)  # norms and routers
-SPLIT_ROWS = TensorLayout(0)  # outputs: the second factor of a LoRA adapter
+SPLIT_ROWS = TensorLayout(0)  # outputs: the second factor of a LoRA adapter; norms over all heads
 SPLIT_COLUMNS = TensorLayout(1)  # inputs: the second matrix of attention and of the MLP
 
 
@@ -127,14 +127,6 @@ class Rule:
     when: Callable[[ModelDims], bool] = lambda dims: True  # whether a model of `dims` has this parameter
 
 
-def _q_rows(dims: ModelDims) -> int:
-    return dims.n_heads * dims.head_dim
-
-
-def _kv_rows(dims: ModelDims) -> int:
-    return dims.n_kv_heads * dims.head_dim
-
-
 def _vocab_shape(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.vocab_size, d.hidden_size),)
 
@@ -143,8 +135,12 @@ def _hidden_shape(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.hidden_size,),)
 
 
-def _head_shape(d: ModelDims) -> tuple[Shape, ...]:
+def _per_head(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.head_dim,),)
+
+
+def _is_pre_norm(d: ModelDims) -> bool:
+    return not d.post_norm
 
 
 _EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SplitVocab(), _vocab_shape)
@@ -152,41 +148,36 @@ _FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REP
 _LM_HEAD = Rule("output_layer.weight", ("lm_head.weight",), SplitVocab(), _vocab_shape)
 
 _LAYER_RULES = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape),
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape, _is_pre_norm),
     Rule(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         GroupedQkv(),
-        lambda d: ((_q_rows(d), d.hidden_size), (_kv_rows(d), d.hidden_size), (_kv_rows(d), d.hidden_size)),
+        lambda d: ((d.q_columns, d.hidden_size), (d.kv_columns, d.hidden_size), (d.kv_columns, d.hidden_size)),
     ),
     Rule(
         "self_attention.linear_qkv.bias",
         ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
         GroupedQkv(),
-        lambda d: ((_q_rows(d),), (_kv_rows(d),), (_kv_rows(d),)),
+        lambda d: ((d.q_columns,), (d.kv_columns,), (d.kv_columns,)),
         when=lambda d: d.qkv_bias,
     ),
-    Rule(
-        "self_attention.q_layernorm.weight",
-        ("self_attn.q_norm.weight",),
-        REPLICATED,
-        _head_shape,
-        when=lambda d: d.qk_norm,
-    ),
-    Rule(
-        "self_attention.k_layernorm.weight",
-        ("self_attn.k_norm.weight",),
-        REPLICATED,
-        _head_shape,
-        when=lambda d: d.qk_norm,
-    ),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), REPLICATED, _per_head, lambda d: d.qk_norm),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), REPLICATED, _per_head, lambda d: d.qk_norm),
     Rule(
         "self_attention.linear_proj.weight",
         ("self_attn.o_proj.weight",),
         SPLIT_COLUMNS,
-        lambda d: ((d.hidden_size, _q_rows(d)),),
+        lambda d: ((d.hidden_size, d.q_columns),),
     ),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape, _is_pre_norm),
+)
+
+_POST_NORMS = (
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), SPLIT_ROWS, lambda d: ((d.q_columns,),)),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), SPLIT_ROWS, lambda d: ((d.kv_columns,),)),
+    Rule("self_attn_bda.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape),
+    Rule("mlp_bda.weight", ("post_feedforward_layernorm.weight",), REPLICATED, _hidden_shape),
 )
 
 _MLP_RULES = (
@@ -209,12 +200,7 @@ _ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), REPLICATED, lambda d: 
 # Names relative to an expert. TP does not split experts.
 _EXPERT_RULES = (
     Rule("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), GatedMlp(), _expert_shapes),
-    Rule(
-        "linear_fc2.weight",
-        ("down_proj.weight",),
-        SPLIT_COLUMNS,
-        lambda d: ((d.hidden_size, _moe(d).ffn_size),),
-    ),
+    Rule("linear_fc2.weight", ("down_proj.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, _moe(d).ffn_size),)),
 )
 
 
@@ -248,7 +234,8 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
     for local, number in enumerate(layout.layer_range(dims, chunk)):
         prefixes = f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."
         is_moe = dims.is_moe_layer(number)
-        for rule in (*_LAYER_RULES, *([_ROUTER] if is_moe else _MLP_RULES)):
+        norms = _POST_NORMS if dims.post_norm else ()
+        for rule in (*_LAYER_RULES, *norms, *(_moe_rules(dims) if is_moe else _MLP_RULES)):
             if rule.when(dims):
                 entries.append(_entry(rule, dims, *prefixes))
         if is_moe:
@@ -263,6 +250,23 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
                 TensorEntry(prefix + _LM_HEAD.param, _EMBEDDING.hf, _vocab_shape(dims), _LM_HEAD.layout, exported=False)
             )
     return entries
+
+
+def _moe_rules(dims: ModelDims) -> list[Rule]:
+    """Return the rules of a layer with experts, without these."""
+    moe, rules = _moe(dims), [_ROUTER]
+    if moe.groups is not None:
+        bias = ("mlp.gate.e_score_correction_bias",)
+        rules.append(Rule("mlp.router.correction_bias", bias, REPLICATED, lambda d: ((moe.n_experts,),)))
+    if moe.shared_size:
+        hf, to = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts", "mlp.shared_experts."
+        gate, up, down = (f"{hf}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        inner, outer = (moe.shared_size, dims.hidden_size), (dims.hidden_size, moe.shared_size)
+        rules.append(Rule(f"{to}linear_fc1.weight", (gate, up), GatedMlp(), lambda d: (inner, inner)))
+        rules.append(Rule(f"{to}linear_fc2.weight", (down,), SPLIT_COLUMNS, lambda d: (outer,)))
+        if moe.shared_gate:
+            rules.append(Rule(f"{to}gate_weight", (f"{hf}_gate.weight",), REPLICATED, lambda d: ((1, d.hidden_size),)))
+    return rules
 
 
 def held_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
@@ -350,4 +354,6 @@ def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: ModelDims) ->
 
 def _is_ignorable(name: str, dims: ModelDims) -> bool:
     """Return whether the tensor is a known redundant one, which transformers ignores, too."""
-    return name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")
+    # GLM-4.5's layer for the prediction of further tokens follows the others. A student trains and saves none.
+    is_next = dims.model_type == "glm4_moe" and name.startswith(f"model.layers.{dims.n_layers}.")
+    return is_next or name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")

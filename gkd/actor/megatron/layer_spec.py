@@ -9,6 +9,7 @@ tokens.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -29,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from gkd.actor.common.attention import causal_attention
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
-from gkd.hf.model_dims import ModelDims
+from gkd.hf.model_dims import ModelDims, MoeDims
 
 # Transformer Engine fuses a norm with the following matrix and names its weight after that matrix.
 _FUSED_NORMS = {
@@ -57,7 +62,7 @@ def is_fused(layers: str, device: torch.device) -> bool:
 
 
 def layer_spec(
-    config: TransformerConfig, *, with_te: bool, chunk: int | None, fused: bool = False
+    config: TransformerConfig, dims: ModelDims, *, with_te: bool, chunk: int | None, fused: bool = False
 ) -> TransformerBlockSubmodules:
     """Return the modules of the layers of one model chunk.
 
@@ -69,12 +74,19 @@ def layer_spec(
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, normalization="RMSNorm", vp_stage=chunk)
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
+        mlp = layer.submodules.mlp.submodules
         attention.core_attention = CausalSdpaAttention
+        if dims.scales_queries:
+            layer.submodules.self_attention.module = ScaledQueries
+        if hasattr(mlp, "experts") and dims.moe is not None and dims.moe.groups is not None:
+            mlp.router = partial(SigmoidRouter, moe=dims.moe)
         if not with_te:
             _use_rms_norm(layer.submodules, "input_layernorm", "pre_mlp_layernorm")
             _use_rms_norm(attention, "q_layernorm", "k_layernorm")
-            if fused and hasattr(layer.submodules.mlp.submodules, "experts") and _has_grouped_product(config):
-                layer.submodules.mlp.submodules.experts.module = GroupedExperts
+            if fused and hasattr(mlp, "experts") and _has_grouped_product(config):
+                mlp.experts.module = GroupedExperts
+        if dims.post_norm:
+            _use_post_norms(layer.submodules, config)
     if not with_te:
         _use_rms_norm(spec, "layer_norm")
     return spec
@@ -95,6 +107,16 @@ def _has_grouped_product(config: TransformerConfig) -> bool:
     return not on_cuda or (config.params_dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes))
 
 
+def _use_post_norms(layer: Any, config: TransformerConfig) -> None:
+    """Move the norms of a layer behind attention and MLP, and those of heads over all of them."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+    layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormAndAdd, params=sizes)
+    attention = layer.self_attention.submodules
+    attention.q_layernorm = ModuleSpec(module=AllHeadsNorm, params={"n_heads": config.num_attention_heads})
+    attention.k_layernorm = ModuleSpec(module=AllHeadsNorm, params={"n_heads": config.num_query_groups})
+
+
 def _use_rms_norm(submodules: Any, *names: str) -> None:
     for name in names:
         if getattr(submodules, name) is not IdentityOp:
@@ -113,6 +135,31 @@ class RmsNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class NormAndAdd(RmsNorm):
+    """Replace Megatron's addition of a block's output to its input: normalize that output first."""
+
+    def forward(self, *_: Any) -> Any:
+        """Return the function that adds (output, bias) to the residual; the models that have it have no biases."""
+        return lambda output, residual, dropout: residual + super(NormAndAdd, self).forward(output[0])
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """RMSNorm of all queries, or keys, of a token together, of which this rank has some heads."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, n_heads: int) -> None:
+        super().__init__()
+        self._width, self._eps = n_heads * hidden_size, eps
+        self.weight = torch.nn.Parameter(torch.empty(self._width // config.tensor_model_parallel_size))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Normalize [S, B, heads, D]. The sum over TP is the same on all ranks, and so is its gradient."""
+        total = values.float().square().sum(dim=(-2, -1), keepdim=True)
+        total = mappings.reduce_from_tensor_model_parallel_region(total)
+        total = mappings.copy_to_tensor_model_parallel_region(total)
+        normed = values.float() * torch.rsqrt(total / self._width + self._eps)
+        return (normed * self.weight.view(*values.shape[-2:])).to(values.dtype)
 
 
 # Wrap this project's causal attention as a core attention module of Megatron's layers.
@@ -151,6 +198,23 @@ class CausalSdpaAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
+class ScaledQueries(SelfAttention):
+    """The attention of Ministral 3: the last column of the angles scales the queries.
+
+    It is a part of the angles, so that a layer that is recomputed has the scales of its own micro-batch.
+    """
+
+    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, **options: Any) -> Any:
+        """See Megatron's."""
+        self._scale = rotary_pos_emb[..., -1:]  # [S, 1, 1, 1]
+        return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb[..., :-1], **options)
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+        """See Megatron's. Scaling before the rotation is the same as after it."""
+        query, *others = super().get_query_key_value_tensors(*args, **options)
+        return query * self._scale.to(query.dtype), *others
+
+
 def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:
     """Return the arguments of TransformerConfig for the experts; empty for a dense model."""
     if dims.moe is None:
@@ -167,11 +231,47 @@ def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:
         "moe_router_pre_softmax": not dims.moe.normalize_weights,
         # bfloat16 probabilities of many experts would tie.
         "moe_router_dtype": "fp32",
+        "moe_router_score_function": "softmax" if dims.moe.groups is None else "sigmoid",
         "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": dims.shared_size or None,
+        "moe_shared_expert_gate": dims.moe.shared_gate,
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": 1,
     }
+
+
+class SigmoidRouter(TopKRouter):
+    """The router of GLM-4.5: a bias and groups of experts choose, the scores alone are the weights.
+
+    Megatron's own updates that bias, normalizes always, and counts other numbers of experts in the scores of groups.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, moe: MoeDims) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._moe = moe
+        self.correction_bias = torch.nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False)
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        super()._apply(*args, **options)
+        self.correction_bias.data = self.correction_bias.data.float()  # in all models, like in transformers
+        return self
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights of the experts and which of them compute, both [T, E], from float32 [S, B, E] logits."""
+        scores = logits.flatten(0, 1).sigmoid()
+        choice = scores.detach() + self.correction_bias
+        assert self._moe.groups is not None
+        n_groups, n_chosen = self._moe.groups
+        of_group = choice.unflatten(1, (n_groups, -1)).topk(2, dim=-1)[0].sum(dim=-1)
+        is_allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, of_group.topk(n_chosen)[1], value=True)
+        is_allowed = is_allowed.repeat_interleave(choice.shape[1] // n_groups, dim=1)
+        chosen = choice.masked_fill(~is_allowed, -torch.inf).topk(self._moe.n_active)[1]
+        routing_map = torch.zeros_like(is_allowed).scatter(1, chosen, value=True)
+        weights = scores * routing_map
+        if self._moe.normalize_weights:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return weights * self._moe.scale, routing_map
 
 
 class GroupedExperts(SequentialMLP):

@@ -81,9 +81,10 @@ class ParallelLayout:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
-    def check_model(self, dims: ModelDims, *, sequence_parallel: bool = False) -> None:
+    def check_model(self, dims: ModelDims, *, sequence_parallel: bool = False, layers: str = "auto") -> None:
         """Raise ConfigError if a parallel size cannot split a model of `dims`; the key names the size."""
-        check_actor_split(dims, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, sequence_parallel=sequence_parallel)
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep}
+        check_actor_split(dims, **sizes, sequence_parallel=sequence_parallel, layers=layers)
         check_context_split(self.cp, (dims.n_heads // self.tp,), (dims.n_kv_heads // self.tp,))
 
     def holds_embedding(self, chunk: int) -> bool:

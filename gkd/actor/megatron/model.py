@@ -194,7 +194,7 @@ def build_model(
         ConfigError: the layout cannot split this model, it cannot have these adapters, or `layers` cannot be used here.
     """
     dims = read_megatron_dims(model_path)
-    layout.check_model(dims, sequence_parallel=sequence_parallel)
+    layout.check_model(dims, sequence_parallel=sequence_parallel, layers=layers)
     if lora is not None:
         check_targets(dims, lora)
     with_te, fused = layers == "te", is_fused(layers, device)
@@ -211,7 +211,7 @@ def build_model(
         vp_stage = number if layout.vpp > 1 else None
         chunk = StudentGPT(
             config=config,
-            transformer_layer_spec=layer_spec(config, with_te=with_te, chunk=vp_stage, fused=fused),
+            transformer_layer_spec=layer_spec(config, dims, with_te=with_te, chunk=vp_stage, fused=fused),
             vocab_size=layout.padded_vocab_size(dims),
             max_sequence_length=dims.max_positions,
             pre_process=layout.holds_embedding(number),
@@ -222,7 +222,8 @@ def build_model(
             vp_stage=vp_stage,
         )
         chunk.to(device=device, dtype=dtype)  # Megatron leaves the norms in float32
-        chunk.rotary_pos_emb = PositionAngles(torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device))
+        inv_freq = torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device)
+        chunk.rotary_pos_emb = PositionAngles(inv_freq, dims.query_scale)
         chunks.append(chunk)
     model = StudentModel(chunks=tuple(chunks), dims=dims, layout=layout, groups=groups)
     params = dict(model.named_params())

@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gkd.actor.megatron.layer_spec import expert_settings
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
+from gkd.hf.families import FAMILIES
 from gkd.hf.model_dims import ModelDims, check_megatron_support, read_dims
 
 
@@ -27,7 +28,9 @@ class MegatronDims(ModelDims):
     """Sizes of a supported model, and the constants of its norms and rotary embeddings."""
 
     norm_eps: float
-    rope_inv_freq: tuple[float, ...]  # [head_dim / 2] float32 values, rope scaling applied
+    rope_inv_freq: tuple[float, ...]  # [rotated columns / 2] float32 values, rope scaling applied
+    query_scale: tuple[float, int] | None = None  # llama_4_scaling_beta and the original context
+    no_rope: tuple[bool, ...] = ()  # one per layer: True for those without; empty: every layer rotates
 
 
 def read_megatron_dims(model_path: str | Path) -> MegatronDims:
@@ -43,20 +46,26 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, IndexError) as error:
         raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
     config_json = config.to_dict()
     check_megatron_support(config_json, str(folder))
     dims = read_dims(config_json)
+    family, rope = FAMILIES[dims.model_type], config.rope_parameters
+    rotates = config.no_rope_layers[: dims.n_layers] if family.has_no_rope_layers else ()
     return MegatronDims(
         **{field.name: getattr(dims, field.name) for field in fields(dims)},
         norm_eps=config.rms_norm_eps,
         rope_inv_freq=_rope_inv_freq(folder, config, dims.head_dim),
+        query_scale=(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+        if dims.scales_queries
+        else None,
+        no_rope=tuple(not layer for layer in rotates),
     )
 
 
 def _rope_inv_freq(folder: Path, config: PretrainedConfig, head_dim: int) -> tuple[float, ...]:
-    """Return the [head_dim / 2] rotations per position, radians. transformers computes the scaled kinds.
+    """Return the [rotated columns / 2] rotations per position, radians. transformers computes the scaled kinds.
 
     Megatron's own llama3 scaling hard-codes three of the four numbers that a config may set.
     """
@@ -64,7 +73,8 @@ def _rope_inv_freq(folder: Path, config: PretrainedConfig, head_dim: int) -> tup
     rope: dict[str, Any] = dict(config.rope_parameters)
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        n_rotated = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
+        exponents = torch.arange(0, n_rotated, 2, dtype=torch.int64).float() / n_rotated
         inv_freq = 1.0 / (float(rope["rope_theta"]) ** exponents)
     else:
         inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
@@ -113,6 +123,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=dims.qkv_bias,
         gated_linear_unit=True,
+        no_rope_freq=[int(skips) for skips in dims.no_rope] or None,
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -153,21 +164,27 @@ class PositionAngles(torch.nn.Module):
 
     Args:
         inv_freq: [D / 2] float32, rotations per position, radians.
+        query_scale: see `MegatronDims`. The scale is one more column, which `ScaledQueries` reads.
     """
 
     positions: Tensor  # [S] of the current micro-batch's columns
 
-    def __init__(self, inv_freq: Tensor) -> None:
+    def __init__(self, inv_freq: Tensor, query_scale: tuple[float, int] | None = None) -> None:
         super().__init__()
         self.inv_freq = inv_freq
+        self._query_scale = query_scale
 
     def get_rotary_seq_len(self, *_: Any) -> int:
         return len(self.positions)
 
     def forward(self, *_: Any, **unused: Any) -> Tensor:
-        """Return [S, 1, 1, D] float32."""
+        """Return [S, 1, 1, D] float32, or [S, 1, 1, D + 1] with scales of queries."""
         angles = torch.outer(self.positions.to(torch.float32), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None]
+        columns = [angles, angles]
+        if self._query_scale is not None:
+            beta, length = self._query_scale
+            columns.append(1 + beta * torch.log(1 + torch.floor(self.positions[:, None] / length)))
+        return torch.cat(columns, dim=-1)[:, None, None]
 
 
 # Compile the rotary embedding to one kernel, in the place where Megatron looks for Transformer Engine's.
@@ -179,11 +196,13 @@ def install_fused_rope() -> None:
 
 
 def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the pairs (d, d + D/2) of [S, B, heads, D] queries or keys by [S, 1, 1, D] angles.
+    """Rotate the pairs (d, d + R/2) of [S, B, heads, D] queries or keys, d < R/2, by [S, 1, 1, R] angles.
 
     RoPE, arXiv:2104.09864, equation 34, with the pairs of Llama.
     """
-    return _Rotation.apply(values, *_table(values, angles))
+    width = angles.shape[-1]
+    rotated = _Rotation.apply(values[..., :width], *_table(values, angles))
+    return rotated if width == values.shape[-1] else torch.cat((rotated, values[..., width:]), dim=-1)
 
 
 def _table(values: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:

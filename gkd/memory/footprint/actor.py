@@ -70,16 +70,18 @@ def adapter_params(config: Config, dims: ModelDims, layers: Sequence[int], tp: i
     f = dims.ffn_size
     q = dims.q_columns
     kv = dims.kv_columns
-    sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h), "down_proj": (f, h)}
+    sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
     dense = [layer for layer in layers if not dims.is_moe_layer(layer)]
     if dims.moe is not None and not config.actor.backend.adapts_moe_models:
         dense = []
+    # Columns of MLPs -> the layers that have them; those of experts get none.
+    columns = ((f, len(dense)), (dims.shared_size, sum(map(dims.is_moe_layer, layers)) if dims.shared_size else 0))
     total = 0
     for target in config.actor.lora.targets:
         name = target.rpartition(".")[2]
-        n_in, n_out = sides.get(name, (h, f))  # inputs, outputs
-        of_layer = n_in // tp + n_out if name in _SPLIT_INPUTS else n_in + n_out // tp
-        total += of_layer * len(layers if name in _ATTENTION else dense)
+        mlps = [((size, h) if name == "down_proj" else (h, size), n) for size, n in columns]
+        for (n_in, n_out), n in [(sides[name], len(layers))] if name in _ATTENTION else mlps:
+            total += n * (n_in // tp + n_out if name in _SPLIT_INPUTS else n_in + n_out // tp)
     return config.actor.lora.rank * total
 
 
@@ -121,9 +123,8 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
     n_shards = config.derived.n_shards
     check_megatron_support(model.config_json)
     check_expert_ranks(actor.ep, config.derived.world_size // actor.pp)
-    check_actor_split(
-        dims, tp=actor.tp, pp=actor.pp, vpp=actor.vpp, ep=actor.ep, sequence_parallel=actor.sequence_parallel
-    )
+    sizes = {"tp": actor.tp, "pp": actor.pp, "vpp": actor.vpp, "ep": actor.ep}
+    check_actor_split(dims, **sizes, sequence_parallel=actor.sequence_parallel, layers=actor.layers)
     check_context_split(actor.cp, (dims.n_heads // actor.tp,), (dims.n_kv_heads // actor.tp,))
     dims.check_sequence_length(config.derived.max_sequence_length)
     per_chunk = dims.n_layers // (actor.pp * actor.vpp)
@@ -219,9 +220,10 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     q, kv = dims.q_columns / actor.tp, dims.kv_columns / actor.tp
     attention = 2 * (q + kv) + (q if actor.cp > 1 else 0)  # queries, keys, values, context, and its own columns of it
     norm = 2 * FLOAT32 if on_cpu else b  # their input: on the CPU in float32, and normalized
-    if is_megatron and (dims.qk_norm or on_cpu or actor.recompute == "selective"):
+    has_norms = dims.qk_norm or dims.post_norm
+    if is_megatron and (has_norms or on_cpu or actor.recompute == "selective"):
         attention += q + kv  # values are a view of the projection, and keep all of it
-    if dims.qk_norm:
+    if has_norms:
         attention += (q + kv) * norm / b
     hidden = 2 * (norm + b) * dims.hidden_size * share
     is_fused = is_megatron and not on_cpu and actor.layers != "torch"
@@ -229,7 +231,7 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     if dims.moe is None or not dims.is_moe_layer(layer):
         return hidden + b * (attention + per_column * dims.ffn_size / actor.tp)
     routed = dims.moe.n_active * share * ((1 if is_megatron else 2) * dims.hidden_size + per_column * dims.moe.ffn_size)
-    return hidden + b * (attention + routed)
+    return hidden + b * (attention + routed + per_column * dims.shared_size / actor.tp)
 
 
 def _training_step(config: Config, model: ModelFolder, stage: Stage, *, on_cpu: bool) -> dict[str, int]:
@@ -306,7 +308,8 @@ def _loss(config: Config, dims: ModelDims, n_rows: int, *, frozen: bool, on_cpu:
 def _weight_sync(config: Config, model: ModelFolder, stage: Stage) -> int:
     """Return the bytes of the buckets, and of the largest tensor: gathered, and with TP joined."""
     dims, b = model.dims, itemsize(config)
-    matrices = [dims.hidden_size * max(dims.ffn_size, dims.q_columns), dims.vocab_size * dims.hidden_size]
+    columns = max(dims.ffn_size, dims.q_columns, dims.shared_size)
+    matrices = [dims.hidden_size * columns, dims.vocab_size * dims.hidden_size]
     joined = 2 if config.actor.tp > 1 else 0
     if config.actor.backend.shards_every_tensor:  # all experts of a layer are one tensor for two of their matrices
         experts = 0 if dims.moe is None else 2 * dims.moe.n_experts * dims.moe.ffn_size * dims.hidden_size
