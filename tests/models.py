@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from teacher_server.engines.folder_check import IMPRECISE_ON_CPU
 from tests import model_parts as parts
 from tests.bench.command import parsed, parser
 from tests.bench.teacher_report import machine
@@ -33,8 +34,10 @@ class Family:
     """The folders of a family, and two processes: of vLLM's engine, and of all else. They are forks of one by job."""
 
     def __init__(self, name: str, root: Path, job: int) -> None:
-        # vLLM's kernel of gated delta nets for CPUs has no other one.
-        self._dtype = "bfloat16" if "linear_key_head_dim" in str(families()[name]) else "float32"
+        # On a CPU vLLM has no other kernel of gated delta nets.
+        settings = families()[name]
+        in_16_bits = "linear_key_head_dim" in str(settings) or settings.get("type", name) in IMPRECISE_ON_CPU
+        self._dtype = "bfloat16" if in_16_bits else "float32"
         self._name = name
         self._root = root
         self._job = job

@@ -70,7 +70,12 @@ def make_hf_folder(
     elif kind == "olmo2":
         model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, pad_token_id=PAD))
     elif kind == "glm4_moe":
-        experts = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+        experts: dict[str, Any] = {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+        }
         experts |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
         config = tf.Glm4MoeConfig(**sizes, **experts, head_dim=16, attention_bias=True, use_qk_norm=True)
         model = tf.Glm4MoeForCausalLM(config)

@@ -58,7 +58,9 @@ def test_a_rollout_engine_gets_the_size(
         create_model_config=lambda: SimpleNamespace(is_hybrid=False, is_attention_free=False)
     )
     registry = SimpleNamespace(get_supported_archs=lambda: {"GPT2LMHeadModel", "GemmaForCausalLM"})
-    fake = SimpleNamespace(LLM=stop, EngineArgs=lambda *_, **__: model_config, ModelRegistry=registry)
+    fake = SimpleNamespace(
+        LLM=stop, EngineArgs=lambda *_, **__: model_config, ModelRegistry=registry, SamplingParams=dict
+    )
     monkeypatch.setitem(sys.modules, "vllm", fake)
     config = load_config(None, [f"rollout.kv_cache_mib={mib}"]).rollout
     model: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8, "trust_remote_code": False}

@@ -87,12 +87,16 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
         seen["head_input"], seen["head_output"] = inputs[0], output[0]
 
     hooks = [root.hf.base_model.register_forward_hook(keep_hidden), root.head.register_forward_hook(keep_head)]
+    model_type = root.hf.config.model_type
     try:
         logits = root(tokens, torch.arange(3, device=device), **arguments)
+    except (AttributeError, LookupError, TypeError) as error:  # such as of a mask, which is not built for a pack
+        if not packing:
+            raise
+        raise refuse_packing(model_type, f"cannot compute a pack ({type(error).__name__}: {error})") from error
     finally:
         for hook in hooks:
             hook.remove()
-    model_type = root.hf.config.model_type
     if packing and not calls:
         raise refuse_packing(model_type, "has neither attention nor recurrent layers that support packed sequences")
     if packing and device.type != "meta":

@@ -83,7 +83,7 @@ def start_vllm(
     logging.getLogger("vllm.renderers.base").addFilter(lambda record: "Chat template warmup" not in record.msg)
     folder = engine_folder()
     with quick_imports():
-        from vllm import LLM
+        from vllm import LLM, SamplingParams
 
         import teacher_server.engines.vllm_process as both
 
@@ -135,6 +135,8 @@ def start_vllm(
             ),
         )
         both.check_taken(model_path, llm.llm_engine)
+        if on_cpu:  # for some models vLLM has no kernel, and finds out in the first pass
+            llm.generate([{"prompt_token_ids": [0, 0]}], SamplingParams(max_tokens=1), use_tqdm=False)
     except FolderError as error:
         fix = "copy the whole folder again; if it is complete, vLLM does not compute this model: use another one."
         raise ConfigError("model.path", model_path, error.problem, fix) from error
