@@ -234,6 +234,34 @@ def test_linear_attention_on_a_cpu(tmp_path: Path) -> None:
         _check_rollouts(tmp_path, process.call(_rollouts_of, tmp_path), 0.1)
 
 
+def _synced_in_16_bits(folder: Path, later: Path) -> tuple[bool, list[Any]]:
+    """Run in a child process: return whether the engine holds what was sent, buffers in their own dtype; rollouts."""
+    from gkd.weight_sync.buckets import differing
+    from tests.e2e.weight_sender import WeightSender
+
+    engine = _rollout_engine(folder, dtype="bfloat16")
+    tensors = load_file(later / SINGLE)
+    sent, _ = WeightSender(engine).push({n: t if n.endswith("_bias") else t.bfloat16() for n, t in tensors.items()}, 1)
+    return not differing(sent, engine.digests()), _rollouts(engine)
+
+
+def test_latents_and_a_bias_in_full_precision_are_synced_in_16_bits(tmp_path: Path) -> None:
+    """Fails if a router's bias in float32 is taken for another one, or the engine keeps products of old weights."""
+    sizes = {"kv_lora_rank": 512, "q_lora_rank": 16, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    groups = {"n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05}
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(folders):
+        _save(folder, "DeepseekV3", **sizes, **groups, seed=seed)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        (folder / "config.json").write_text(json.dumps(config))
+    with EngineProcess() as process:
+        is_same, rollouts = process.call(_synced_in_16_bits, *folders)
+    assert is_same
+    _check_rollouts(folders[1], rollouts, 0.1)
+
+
 # Models that read images: text alone.
 
 NAMES = Path(__file__).resolve().parents[1] / "torchvision_names"

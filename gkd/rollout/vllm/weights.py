@@ -11,6 +11,7 @@ parameter itself: slightly slower, but the weights used in the forward pass can 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -97,14 +98,15 @@ class WeightReceiver(SleepMixin):
             WeightSyncError: a parameter of the model, or a tensor that it was loaded from, was not received.
         """
         model = self.model_runner.get_model()
-        received: set[str] = set()
+        received: dict[str, torch.dtype] = {}
         loaded: set[str] = set()
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-            received.update(name for name, _ in tensors)
+            received.update((name, tensor.dtype) for name, tensor in tensors)
             loaded.update(model.load_weights(tensors))
 
         n_bytes = self._gkd_receive_all(plans, load)
+        self._gkd_dtypes = received
         derived: set[int] = set()
         for module in model.modules():
             if isinstance(module, MLAAttention):  # it computes with products of a weight, which are its parameters
@@ -116,7 +118,8 @@ class WeightReceiver(SleepMixin):
         filled = derived | {id(named[name]) for name in loaded & named.keys()}
         missed = sorted(name for name in named.keys() & held.keys() if id(named[name]) not in filled)
         # vLLM reports a fused parameter as loaded after one of its tensors.
-        missed += sorted({name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)} - received)
+        used = {name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)}
+        missed += sorted(used - received.keys())
         if missed:
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
         return n_bytes
@@ -176,27 +179,32 @@ class WeightReceiver(SleepMixin):
 
         They are full tensors, gathered over TP ranks. The digest is empty of those that vLLM holds in another form.
         """
-        tensors = held_tensors(self._gkd_places(), self.model_runner.model_config.dtype)
+        # Buffers, such as the bias of a router, are sent in their own dtype.
+        dtypes = defaultdict(lambda: self.model_runner.model_config.dtype, getattr(self, "_gkd_dtypes", {}))
+        tensors = held_tensors(self._gkd_places(), dtypes)
         held = {name: "" if tensor is None else digest(tensor) for name, tensor in tensors}
         if (adapters := self._gkd_adapters()) is not None:
             held |= {name: digest(tensor) for name, tensor in adapters.held()}
         return held
 
 
-def held_tensors(held: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:
+def held_tensors(
+    held: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name in the folder, full tensor) of what the model holds; None if it holds what vLLM computed from it.
 
     Collective over the tensor-parallel group: each rank copies back the parts that it loaded at its start.
 
     Args:
-        dtype: of the tensors that are sent.
+        dtypes: of each tensor as it is sent.
     """
     group = get_tp_group()
     device = next(iter(held.values())).device
-    # vLLM has some parameters in fewer bits than they are sent in, such as those of Apertus' activations.
-    exact = {place: tensor for place, tensor in held.items() if tensor.dtype.itemsize >= dtype.itemsize}
     for name, (shape, parts) in load_record().read.items():
-        sources = [(part, _view(exact[part.place], part)) for part in parts if part.place in exact]
+        dtype = dtypes[name]
+        # vLLM has some in fewer bits than they are sent in, such as those of Apertus' activations.
+        exact = (part for part in parts if part.place in held and held[part.place].dtype.itemsize >= dtype.itemsize)
+        sources = [(part, _view(held[part.place], part)) for part in exact]
         whole = torch.empty(shape, dtype=dtype, device="meta")
         if group.world_size == 1 and [(part.sizes, part.strides) for part, _ in sources] == [(shape, whole.stride())]:
             whole = sources[0][1].to(dtype).contiguous()  # no copy, as a rule
