@@ -20,43 +20,56 @@ from examples.real_model import outcome
 from examples.real_model.memory import peak_memory
 from examples.real_model.prompts import write_prompts
 
-MODELS, RUNS, HERE = Path("models/smollm2"), Path("runs/real_model"), Path("examples/real_model")
+MODELS, RUNS, HERE = Path("models"), Path("runs/real_model"), Path("examples/real_model")
 N_LAYERS = 12  # of the student of --task shrink
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bash examples/real_model/run.sh",
-        description="Distill SmolLM2-135M-Instruct: about ten minutes on two idle cores, 6.3 GB of memory.",
+        description="Distill SmolLM2-135M-Instruct: about ten minutes on two idle cores, 6.3 GB of memory. "
+        "--task examples distills Gemma 3 270M, which has terms of use: ai.google.dev/gemma/terms.",
         epilog="key=value arguments override examples/real_model/TASK.yaml, e.g. trainer.total_steps=10",
     )
     parser.add_argument(
         "--task",
-        choices=("rule", "shrink"),
+        choices=("rule", "shrink", "examples"),
         default="rule",
         help="rule (default): the student learns to answer in one sentence, which only the teacher's prompt asks for. "
-        f"shrink: {N_LAYERS} of the model's 30 layers learn from all of them",
+        f"shrink: {N_LAYERS} of the model's 30 layers learn from all of them. "
+        "examples: Gemma learns to answer without the examples that only the teacher's prompt has",
+    )
+    parser.add_argument(
+        "--teacher", choices=("smollm2",), help="of --task examples, with another tokenizer; otherwise Gemma itself"
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the figures to this JSON file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
     args = parser.parse_intermixed_args()
+    if args.teacher and args.task != "examples":
+        parser.error("--teacher belongs to --task examples")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(4 << 20))  # larger blocks return to the system when freed
-    return processes.run_parts(lambda: _run(args.task, args.overrides, args.results))
+    return processes.run_parts(lambda: _run(args.task, args.teacher, args.overrides, args.results))
 
 
-def _run(task: str, overrides: list[str], results: Path | None) -> None:
+def _run(task: str, other: str | None, overrides: list[str], results: Path | None) -> None:
     began, python = time.time(), sys.executable
     run_dir = RUNS / f"{task}-{datetime.now():%Y%m%d-%H%M%S}"
     RUNS.mkdir(parents=True, exist_ok=True)
 
     print("\n[1/4] the model and the prompts (made once)", flush=True)
+    student = "gemma3" if task == "examples" else "smollm2"
+    teacher, models = MODELS / (other or student) / "whole", MODELS / student
     layers = ["--layers", str(N_LAYERS)] if task == "shrink" else []
-    processes.run([python, "-m", "examples.real_model.model", "--out", str(MODELS), *layers], "making the model")
-    write_prompts(MODELS)
+    for name, more in {other or student: [], student: layers}.items():
+        command = [python, "-m", "examples.real_model.model", "--model", name, "--out", str(MODELS / name), *more]
+        processes.run(command, "making the model")
+    write_prompts(models, with_examples=task == "examples")
+    if other:  # the lists of its tokens say nothing of the student's tokens, but of the bytes of the text
+        overrides = [f"teacher.tokenizer={teacher}", "distill.units=text", *overrides]
 
     print("\n[2/4] teacher server", flush=True)
-    _, port = processes.start_teacher(MODELS / "whole", run_dir)
+    _, port = processes.start_teacher(teacher, run_dir)
 
     config = HERE / f"{task}.yaml"
     print(f"\n[3/4] training: python -m gkd.main_gkd --config {config}", flush=True)
@@ -65,7 +78,7 @@ def _run(task: str, overrides: list[str], results: Path | None) -> None:
     processes.run([python, "-m", "gkd.tools.report", str(run_dir)], "the report")
 
     print("\n[4/4] held-out prompts before and after\n", flush=True)
-    found = outcome.read(run_dir, MODELS / "heldout.jsonl", time.time() - began, peak_gib[0])
+    found = outcome.read(run_dir, models / "heldout.jsonl", time.time() - began, peak_gib[0])
     print(outcome.as_text(found), flush=True)
     (run_dir / "outcome.json").write_text(json.dumps(found, indent=1) + "\n")
     if results is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.real_model.model import shrink
+from examples.real_model.model import joined_file, shrink
 from examples.real_model.outcome import one_sentence
 from examples.real_model.prompts import write_prompts
 from gkd.config.check import check_config
@@ -17,7 +18,7 @@ from tests.dist.megatron_reference import make_hf_folder
 from tests.unit.chat_templates import tokenizer
 
 
-@pytest.mark.parametrize("task", ["rule", "shrink"])
+@pytest.mark.parametrize("task", ["rule", "shrink", "examples"])
 def test_the_settings_pass_the_checks(task: str) -> None:
     """Fails if a key of the example is renamed or removed without it."""
     config = load_config(f"examples/real_model/{task}.yaml")
@@ -37,6 +38,32 @@ def test_heldout_prompts_have_subjects_of_their_own(tmp_path: Path) -> None:
     assert not [
         prompt for prompt in train if any(word in prompt for word in ("bread", "cheese", "rice", "hiccup", "kite"))
     ]
+
+
+def test_the_examples_are_in_every_prompt_of_the_teacher_and_in_a_quarter_of_the_students(tmp_path: Path) -> None:
+    """Fails if the student is judged with the examples, or if the teacher's prompt asks another question."""
+    write_prompts(tmp_path, with_examples=True)
+    train, heldout = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    )
+    for row in [*train, *heldout]:
+        assert row["teacher_prompt"].endswith(row["prompt"]) and row["teacher_prompt"].count("\nAnswer:") == 23
+    assert sum(row["prompt"] == row["teacher_prompt"] for row in train) == len(train) // 4
+    assert all(row["prompt"].count("Question: ") == 1 for row in heldout)
+
+
+def test_joined_parts_must_have_the_digest_of_their_package(tmp_path: Path) -> None:
+    """Fails if parts are joined in another order, or a damaged file is taken for the model."""
+    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'first, second').hexdigest()}  model.gguf\n")
+    for name, part in (("b/model.gguf.part01", b"second"), ("a/model.gguf.part00", b"first, ")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(part)
+    assert joined_file(tmp_path).read_bytes() == b"first, second"
+    (tmp_path / "model.gguf").unlink()
+    (tmp_path / "a/model.gguf.part00").write_bytes(b"damaged, ")
+    with pytest.raises(SystemExit, match=r"model.gguf have the digest"):
+        joined_file(tmp_path)
 
 
 def test_the_smaller_student_has_evenly_chosen_layers(tmp_path: Path) -> None:
