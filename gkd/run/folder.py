@@ -254,9 +254,3 @@ def tidy_export(root: Path) -> None:
         fsync(root)
     for leftover in (old, *root.glob(f"{_NEW}*")):
         remove(leftover)
-
-
-def delete_export(root: Path) -> None:
-    """Delete the export and all leftovers; log and keep what cannot be deleted."""
-    for folder in (root / EXPORT, root / _OLD, *root.glob(f"{_NEW}*")):
-        remove(folder)
