@@ -42,7 +42,7 @@ class MoeDims:
     shared_size: int = 0  # columns of the MLP that computes every token in addition; 0: there is none
     shared_gate: bool = False  # a sigmoid of each token weights that MLP
     groups: tuple[int, int] | None = None  # sigmoid router: (groups of experts, those among which a token chooses)
-    scale: float = 1.0  # of the weights
+    scale: float = 1.0  # factor of the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

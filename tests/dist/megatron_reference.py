@@ -41,6 +41,7 @@ def make_hf_folder(
         "rms_norm_eps": 1e-6,
     }
     torch.manual_seed(sum(map(ord, kind)))
+    experts: dict[str, Any]
     if kind == "qwen3":
         config = tf.Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False, rope_theta=1e6)
         model = tf.Qwen3ForCausalLM(config)

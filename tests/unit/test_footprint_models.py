@@ -12,8 +12,9 @@ import torch
 
 from gkd.errors import ModelError
 from gkd.hf.families import FAMILIES
-from gkd.hf.model_dims import MEGATRON_ARCHITECTURES, check_megatron_support, read_dims
+from gkd.hf.model_dims import MEGATRON_ARCHITECTURES, check_actor_split, check_megatron_support, read_dims
 from gkd.hf.model_folder import tensor_shapes
+from tests.refusals import refuses
 from tests.unit.test_footprint import QWEN25_15B
 
 # What no architecture is without; the rest may be left to its defaults.
@@ -57,6 +58,8 @@ def test_the_sizes_are_those_of_the_real_model(kind: str, change: dict[str, Any]
             check_megatron_support(each)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
 ROPES: dict[str, tuple[dict[str, Any], bool]] = {
     "null": ({"rope_scaling": None}, True),
     "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, True),
@@ -75,6 +78,16 @@ ROPES: dict[str, tuple[dict[str, Any], bool]] = {
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, False),
     "dynamic, the older spelling": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, False),
     "partial": ({"partial_rotary_factor": 0.5}, False),
+    "partial, GLM-4.5": ({"model_type": "glm4_moe", "partial_rotary_factor": 0.25, "num_key_value_heads": 4}, True),
+    "yarn, GLM-4.5": ({"model_type": "glm4_moe", "rope_parameters": {**YARN}, "num_key_value_heads": 4}, False),
+    "none, Ministral 3": ({"model_type": "ministral3"}, True),
+    "yarn, Ministral 3": ({"model_type": "ministral3", "rope_parameters": {**YARN}}, True),
+    "that scales queries and keys": ({"model_type": "ministral3", "rope_parameters": {**YARN, "mscale": 0.5}}, False),
+    "that does so by default": ({"model_type": "ministral3", "rope_parameters": {**YARN, "mscale": None}}, False),
+    "without the scale": (
+        {"model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": ""}},
+        False,
+    ),
 }
 
 
@@ -88,6 +101,40 @@ def test_rotary_embeddings_that_megatron_supports(name: str) -> None:
     for each in (raw, AutoConfig.for_model(**raw).to_dict()):
         with nullcontext() if is_supported else pytest.raises(ModelError):
             check_megatron_support(each)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "word"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+        ("smollm3", {"attention_bias": True}, "attention_bias = True"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias = True"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ("glm4_moe", {"output_router_logits": True}, "output_router_logits"),
+        ("glm4_moe", {"n_group": 3}, "n_group = 3"),
+        ("glm4_moe", {"n_group": 64, "topk_group": 1}, "topk_group = 1"),
+        ("glm4_moe", {"routed_scaling_factor": None}, "routed_scaling_factor = None"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "norm_topk_prob"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts = 0"),
+        ("olmo2", {"attention_bias": True}, "attention_bias = True"),
+        ("olmo2", {"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_features_of_a_family_that_megatron_lacks(kind: str, change: dict[str, Any], word: str) -> None:
+    """Fails if a key of config.json that changes what a model computes is ignored."""
+    raw = {"model_type": kind, **NEEDED, "num_key_value_heads": 4}
+    check_megatron_support(raw)
+    with pytest.raises(ModelError, match=word):
+        check_megatron_support(raw | change)
+
+
+def test_layers_that_an_olmo_lacks() -> None:
+    """Fails if Transformer Engine's layers, which have other norms, compute an OLMo 2."""
+    dims = read_dims({"model_type": "olmo2", **NEEDED})
+    with refuses("actor.layers", "te"):
+        check_actor_split(dims, tp=1, pp=1, vpp=1, ep=1, sequence_parallel=False, layers="te")
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def _broken(folders: Path, tmp_path: Path, change: Any, kind: str = "qwen2_tied"
     tensors = load_file(folders / kind / "model.safetensors")
     change(tensors)
     folder = tmp_path / "broken"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text((folders / kind / "config.json").read_text())
     return folder
@@ -144,13 +144,17 @@ def test_absent_and_truncated_files(folders: Path, tmp_path: Path) -> None:
 
 
 def test_redundant_tensors_are_ignored(folders: Path, tmp_path: Path) -> None:
-    """Fails if a redundant LM head in the files of a tied model prevents loading."""
+    """Fails if a redundant LM head of a tied model, or GLM-4.5's layer of further tokens, prevents loading."""
 
     def add_head(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    folder = _broken(folders, tmp_path, add_head)
-    assert _load(folder, read_megatron_dims(folder), _layouts(1, 1)[0])
+    def add_layer(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.eh_proj.weight"] = torch.zeros(32, 64)
+
+    for kind, change in (("qwen2_tied", add_head), ("glm4_moe", add_layer)):
+        folder = _broken(folders, tmp_path / kind, change, kind)
+        assert _load(folder, read_megatron_dims(folder), _layouts(1, 1)[0])
 
 
 @pytest.mark.parametrize(

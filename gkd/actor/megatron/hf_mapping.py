@@ -354,6 +354,6 @@ def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: ModelDims) ->
 
 def _is_ignorable(name: str, dims: ModelDims) -> bool:
     """Return whether the tensor is a known redundant one, which transformers ignores, too."""
-    # GLM-4.5's layer for the prediction of further tokens follows the others. A student trains and saves none.
+    # GLM-4.5's layer for the prediction of further tokens follows the others. Exports copy it.
     is_next = dims.model_type == "glm4_moe" and name.startswith(f"model.layers.{dims.n_layers}.")
     return is_next or name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")
