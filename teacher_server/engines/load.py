@@ -11,7 +11,7 @@ from pathlib import Path
 
 from teacher_server.config.declare import is_path
 from teacher_server.engines.base import Engine
-from teacher_server.engines.folder_check import check_vllm_support
+from teacher_server.engines.folder_check import check_vllm_support, longest_agreeing
 from teacher_server.engines.weight_files import FolderError
 from teacher_server.errors import ServerError
 
@@ -124,6 +124,10 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
         check_vllm_support(folder, on_cpu=device == "cpu", dtype=dtype)
     except FolderError as error:
         raise FolderError(folder, error.problem, "use --engine hf.") from error
+    if settings.max_tokens > (longest := longest_agreeing(folder)):
+        problem = f"vLLM computes sequences of this model with more than {longest} tokens otherwise than transformers."
+        fix = f"use --max-tokens {longest} instead of {settings.max_tokens}, or --engine hf."
+        raise FolderError(folder, problem, fix)
     import torch
 
     from teacher_server.engines.vllm import VllmEngine

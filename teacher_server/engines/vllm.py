@@ -270,8 +270,14 @@ def _may_share_prompts(model: Any) -> bool:
 def _kv_cache_mib(path: str, dtype: str, tensor_parallel_size: int, n_tokens: int) -> int:
     """Compute the KV cache for `n_tokens` and some spare blocks, for a model with standard attention."""
     config = AutoConfig.from_pretrained(path).get_text_config()
-    n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    n_own = -(-n_heads // tensor_parallel_size)  # ceil
-    n_bytes = 2 * config.num_hidden_layers * n_own * head_dim * getattr(torch, dtype).itemsize
-    return (n_bytes * (n_tokens + 1024) >> 20) + 1
+    by_layer = getattr(config, "per_layer_config", None)  # Gemma 4 has larger heads in some layers
+    n_numbers = 0
+    for i in range(config.num_hidden_layers):
+        layer = config if by_layer is None else by_layer[i]
+        n_heads = head_dim = 0
+        if getattr(layer, "num_attention_heads", None):
+            n_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+            head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        # Without attention there are states, which are smaller than this.
+        n_numbers += 2 * -(-n_heads // tensor_parallel_size) * head_dim or config.hidden_size
+    return (n_numbers * getattr(torch, dtype).itemsize * (n_tokens + 1024) >> 20) + 1
