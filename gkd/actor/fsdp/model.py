@@ -177,7 +177,7 @@ def build_on_meta(
     for module in hf.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # a pad token may end each turn: its row gets a gradient, as in Megatron
-        if type(module).__name__.endswith("Indexer"):  # of sparse attention: a choice of tokens has no gradient
+        if type(module).__name__.endswith("Indexer"):  # sparse attention: its choice of tokens has no gradient
             module.requires_grad_(False)
     # No dropout, even if config.json sets it: responses are generated and scored without it.
     return hf.eval()
