@@ -19,7 +19,7 @@ log = get_logger("preflight")
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
 
 
-# Keys that auto leaves to the model -> what True means.
+# Keys that auto leaves to the model -> what False means.
 _OF_MODEL = {"actor.packing": "sequences are padded", "actor.fused_lm_head": "LM head and loss are computed apart"}
 
 
