@@ -131,8 +131,8 @@ class VllmEngine:
             self.prefix_block = int(cache.block_size) if cache.enable_prefix_caching else 0
             self._serial, self._has_failed = 0, False
             facts = self._call("teacher_start")[0]
-            # The first forward pass compiles kernels, or fails if vLLM has none for this model. Two tokens: on a CPU the
-            # convolution of gated delta nets takes no single one.
+            # The first forward pass compiles kernels, or fails if vLLM has none for this model. It has two tokens: on a
+            # CPU the convolution of gated delta nets takes no single one.
             self.score([TokenSequence(np.zeros(3, np.int32), 1)], ScoreParams("sampled"))
         except ServerError:
             raise
