@@ -90,7 +90,7 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     with environment(ENVIRONMENT | {VARIABLE: device}):
         found = run_ranks(_train, world_size, config, device, timeout_s=timeout_s, start="spawn")
     actors = predict(case, folder, device)
-    keeps = config.actor.strategy == "megatron"
+    keeps = config.actor.backend_name == "megatron"
     per_stage = world_size // len(actors)
     return [Measured(rank, state, peak, actors[rank // per_stage], keeps) for rank, (state, peak) in enumerate(found)]
 

@@ -91,7 +91,7 @@ def with_other_words(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
         (reshaped, "gate_proj"),
-        (of_another_architecture, "gpt2"),
+        (of_another_architecture, "transformer.h"),
         (with_an_absent_shard, "model-2.safetensors"),
         (with_other_words, "teacher"),
     ],
