@@ -163,7 +163,8 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
     hidden_size, n_heads, n_layers = sizes["hidden_size"], sizes["n_heads"], sizes["n_layers"]
     if n_layers > _MAX_LAYERS:
         raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is out of range.")
-    kind, family = model_type, FAMILIES.get(model_type, OTHER)
+    kind = model_type
+    family = FAMILIES.get(model_type, OTHER)
     if config.get("attention_bias") and family.qkv_bias != "attention_bias" or config.get("mlp_bias"):
         model_type = f"{model_type} with biases"  # inexact: its parameters are counted in the files
     # An architecture's default applies to a key that is left out; null stands for the generic value.

@@ -131,7 +131,8 @@ def _frozen(config: Config, path: str, key: str) -> PreTrainedModel:
 
 def _built(config: Config, folder: Path) -> PreTrainedModel:
     """Return a model on the meta device; its weight files fit it. Raises ModelError, ConfigError."""
-    packing, trusts = config.actor.packs, config.model.trust_remote_code
+    packing = config.actor.packs
+    trusts = config.model.trust_remote_code
     hf = build_on_meta(
         folder, dtype=torch.float32, packing=packing, trust_remote_code=trusts, images=bool(config.data.images_key)
     )

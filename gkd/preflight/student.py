@@ -45,16 +45,19 @@ def with_strategy(config: Config) -> Config:
     """Return the settings with a value for actor.strategy=auto. Reads config.json. Raises as `check_student`."""
     if config.actor.strategy != AUTO:
         return config
-    name, why = config.actor.backend_name, "it trains this model"
+    name = config.actor.backend_name
+    why = "it trains this model"
     if name == "megatron":
         try:
             config_json = read_config_json(config.model.path, "model.path")
             check_megatron_support(config_json, config.model.path)
             read_dims(config_json).check_sequence_length(config.derived.max_sequence_length)
         except ModelError as error:
-            name, why = "fsdp2", str(error).partition(" Fix:")[0]
+            name = "fsdp2"
+            why = str(error).partition(" Fix:")[0]
     if config.data.images_key:
-        name, why = "fsdp2", "it trains on images"
+        name = "fsdp2"
+        why = "it trains on images"
     log.info("actor.strategy=auto: %s, because %s", name, why)
     config = config.with_values({"actor.strategy": name})
     check_strategy(config)

@@ -198,7 +198,7 @@ def activate(attention: str) -> None:
 
 
 def check_heads(attention: str, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare packed and padded attention and their gradients with float32, which has no flash kernel.
+    """Compare attention, packed, with windows and padded, and its gradients with float32, which has no flash kernel.
 
     Raises:
         ConfigError: the kernels refuse this shape, or their relative error is above 2%.
@@ -209,10 +209,10 @@ def check_heads(attention: str, heads: Heads, dtype: torch.dtype, device: torch.
     inputs = [torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes]
     weights = torch.randn(shapes[0], device=device, generator=generator).to(dtype)
     pack = torch.tensor([0, *_LENGTHS], device=device).cumsum(0).int()
-    for cu_seqlens in (pack, None):
-        exact = _with_gradients([x.float() for x in inputs], weights.float(), cu_seqlens)
+    for cu_seqlens, scores in ((pack, Scores()), (pack, Scores(window=50)), (None, Scores())):
+        exact = _with_gradients([x.float() for x in inputs], weights.float(), cu_seqlens, scores)
         try:
-            found = _with_gradients(inputs, weights, cu_seqlens)
+            found = _with_gradients(inputs, weights, cu_seqlens, scores)
         except Exception as error:  # the kernels are compiled at run time and may raise anything
             problem = f"its kernels refuse {what}: {type(error).__name__}: {error}."
             raise ConfigError(_KEY, attention, problem, _FALLBACK) from error
@@ -222,8 +222,10 @@ def check_heads(attention: str, heads: Heads, dtype: torch.dtype, device: torch.
             raise ConfigError(_KEY, attention, problem, _FALLBACK)
 
 
-def _with_gradients(inputs: Sequence[Tensor], weights: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+def _with_gradients(
+    inputs: Sequence[Tensor], weights: Tensor, cu_seqlens: Tensor | None, scores: Scores
+) -> list[Tensor]:
     """Return the output, and the gradients of its weighted sum."""
     q, k, v = (x.detach().requires_grad_() for x in inputs)
-    output = causal_attention(q, k, v, cu_seqlens, max_length=max(_LENGTHS))
+    output = causal_attention(q, k, v, cu_seqlens, max_length=max(_LENGTHS), scores=scores)
     return [output.detach(), *torch.autograd.grad(output, (q, k, v), weights)]

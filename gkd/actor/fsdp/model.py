@@ -324,7 +324,8 @@ def freeze_vision(hf: PreTrainedModel, vision: Vision, dtype: torch.dtype) -> No
         parts = [getattr(parent, name) for parent, name, _ in outside_parts(hf)]
     elif vision == "trained" and hf.config.model_type == "llava":
         tower: Any = hf.base_model.vision_tower
-        layers, chosen = tower.encoder.layers, hf.config.vision_feature_layer
+        layers = tower.encoder.layers
+        chosen = hf.config.vision_feature_layer
         # States are numbered from the embeddings, and negative numbers count from the last layer.
         numbers = [number % (len(layers) + 1) for number in (chosen if isinstance(chosen, list) else [chosen])]
         parts = [*layers[max(numbers) :], tower.post_layernorm]

@@ -259,7 +259,8 @@ def _moe_rules(dims: ModelDims) -> list[Rule]:
         bias = ("mlp.gate.e_score_correction_bias",)
         rules.append(Rule("mlp.router.correction_bias", bias, REPLICATED, lambda d: ((moe.n_experts,),)))
     if moe.shared_size:
-        hf, to = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts", "mlp.shared_experts."
+        hf = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
+        to = "mlp.shared_experts."
         gate, up, down = (f"{hf}.{part}_proj.weight" for part in ("gate", "up", "down"))
         inner, outer = (moe.shared_size, dims.hidden_size), (dims.hidden_size, moe.shared_size)
         rules.append(Rule(f"{to}linear_fc1.weight", (gate, up), GatedMlp(), lambda d: (inner, inner)))

@@ -51,7 +51,8 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
     config_json = config.to_dict()
     check_megatron_support(config_json, str(folder))
     dims = read_dims(config_json)
-    family, rope = FAMILIES[dims.model_type], config.rope_parameters
+    family = FAMILIES[dims.model_type]
+    rope = config.rope_parameters
     rotates = config.no_rope_layers[: dims.n_layers] if family.has_no_rope_layers else ()
     return MegatronDims(
         **{field.name: getattr(dims, field.name) for field in fields(dims)},
