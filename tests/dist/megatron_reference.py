@@ -71,7 +71,7 @@ def make_hf_folder(
     elif kind == "olmo2":
         model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, pad_token_id=PAD))
     elif kind == "glm4_moe":
-        experts: dict[str, Any] = {
+        experts = {
             "n_routed_experts": 6,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
