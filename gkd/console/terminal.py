@@ -6,16 +6,19 @@ about what it is doing.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
 
-from rich.console import Console
+from rich.ansi import AnsiDecoder
+from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from gkd.console.panel import FIRST_WARNING_S, panel
 from gkd.console.state import RunState
@@ -54,13 +57,17 @@ class Terminal:
         self._heartbeat = Heartbeat(doing.clock)  # as a log handler it sees when the run is silent
         self._handlers: list[logging.StreamHandler[TextIO]] = []
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+        self._threads = [threading.Thread(target=self._repeat, args=(self.tick,), daemon=True)]
+        self._screen = _Screen(file=self.stream, force_terminal=True)
+        self._redirected = ExitStack()
         self._live = Live(
-            console=Console(file=self.stream, force_terminal=True),
-            refresh_per_second=2,
+            console=self._screen,
+            auto_refresh=False,  # its thread would not take the lock of `_Screen` first
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # not one that the shell writes to a file
-            get_renderable=lambda: panel(title, self._state, doing, self._teacher.health, self._began_s),
+            redirect_stdout=False,
+            redirect_stderr=False,
+            # The empty row takes the echo of Ctrl-C, which behind the panel's last column would begin another row.
+            get_renderable=lambda: Group(panel(title, self._state, doing, self._teacher.health, self._began_s), ""),
         )
 
     @contextmanager
@@ -83,26 +90,38 @@ class Terminal:
             for handler in self._handlers:
                 handler.addFilter(_is_no_step_line)
         if self.mode == PANEL:
-            self._live.start(refresh=True)  # replaces sys.stderr
+            self._redirected.enter_context(redirect_stderr(_Above(self._screen, self.stream)))
+            if sys.stdout.isatty():  # not one that the shell writes to a file
+                self._redirected.enter_context(redirect_stdout(_Above(self._screen, sys.stdout)))
+            with self._screen:
+                self._live.start(refresh=True)
             for handler in self._handlers:
                 handler.setStream(sys.stderr)
-        if self.mode != OFF:
-            self._thread.start()
+            self._threads.append(threading.Thread(target=self._repeat, args=(self._draw,), daemon=True))
+        for thread in self._threads if self.mode != OFF else ():
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(_JOIN_S)
-        self._live.stop()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_JOIN_S)
+        with self._screen:
+            self._redirected.close()
+            self._live.stop()
         for handler in self._handlers:
             handler.setStream(self.stream)
             handler.removeFilter(_is_no_step_line)
         logging.getLogger("gkd").removeHandler(self._heartbeat)
 
-    def _run(self) -> None:
+    def _repeat(self, work: Callable[[], None]) -> None:
         while not self._ended.wait(_TICK_S):
-            self.tick()
+            work()
+
+    def _draw(self) -> None:
+        with self._screen:
+            self._live.refresh()
 
     def tick(self) -> None:
         """Ask for the teacher's health where that is due, and without a panel log a heartbeat."""
@@ -113,6 +132,60 @@ class Terminal:
                 self._teacher.add(health)
         if self.mode == LINES and (line := self._heartbeat.line(self._doing.now)):
             log.info("%s", line, extra=_HEARTBEAT)
+
+
+class _Screen(Console):
+    """A console that one thread at a time prints to: rich finds the first row of the panel, and then writes.
+
+    If another thread draws a panel of another height between the two, printed lines are painted over.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._turn = threading.RLock()
+
+    def __enter__(self) -> Console:
+        self._turn.acquire()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            self._turn.release()
+
+
+class _Above(io.TextIOBase):
+    """Standard output or error while the panel is shown: whole lines, each put together by the thread that prints it.
+
+    The proxy of rich has one buffer for all threads, in which they lose parts of lines.
+    """
+
+    def __init__(self, screen: Console, stream: TextIO) -> None:
+        self._screen, self._stream = screen, stream
+        self._begun = threading.local()
+
+    def __getattr__(self, name: str) -> Any:  # encoding and the like
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        lines, end, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
+        self._begun.text = rest
+        if end:
+            above = Text("\n").join(map(AnsiDecoder().decode_line, lines.split("\n")))
+            with self._screen:  # also while rich reads whether there is a panel
+                self._screen.print(above)
+        return len(text)
+
+    def flush(self) -> None:
+        if getattr(self._begun, "text", ""):
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
