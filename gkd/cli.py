@@ -8,10 +8,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import platform
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 # Command -> module with `main`, what it does, arguments of an example.
 COMMANDS = {
@@ -43,6 +45,11 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the words name, and return its exit code; 2 without a valid one."""
     script, *words = sys.argv if argv is None else ("gkd", *argv)
+    if words[:1] == ["--version"]:
+        print(f"gkd {metadata.version('gkd')}, Python {platform.python_version()}")
+        return 0
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gkd --help | head` ends without a traceback
         print(usage(), file=sys.stdout if words else sys.stderr)

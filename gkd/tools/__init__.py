@@ -13,7 +13,10 @@ P = ParamSpec("P")
 
 
 def exit_codes(*refused: type[Exception]) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Return a decorator of `main`: an error is printed, and the exit code is 2 if it is one of `refused`, else 1."""
+    """Return a decorator of `main`: an error is printed, and the exit code is 2 if it is one of `refused`, else 1.
+
+    Ctrl-C: 130.
+    """
 
     def decorated(main: Callable[P, int]) -> Callable[P, int]:
         @functools.wraps(main)
@@ -21,9 +24,14 @@ def exit_codes(*refused: type[Exception]) -> Callable[[Callable[P, int]], Callab
             try:
                 return main(*args, **kwargs)
             except (GkdError, OSError) as error:
-                kind = "config error" if isinstance(error, ConfigError) else type(error).__name__
-                print(f"{kind}: {error}", file=sys.stderr)
+                is_config = isinstance(error, ConfigError)
+                kind = "config error" if is_config else type(error).__name__
+                for line in str(error).splitlines() if is_config else [error]:
+                    print(f"{kind}: {line}", file=sys.stderr)
                 return 2 if isinstance(error, refused) else 1
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                return 130
 
         return run
 

@@ -21,7 +21,7 @@ from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, GpuMap, RankPlaceme
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.config.check import check_config
-from gkd.config.load import load_config, parse_overrides
+from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError
 from gkd.tools import exit_codes
@@ -128,7 +128,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     about = "Report which rank is, or would be, on which GPU, and find problems of the placement."
     parser = command_parser("python -m gkd.tools.check_gpus", about, _EXAMPLES)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", metavar="X.yaml", help="settings of a training run to be started")
+    add_config(which, "settings of a training run to be started", required=False)
     which.add_argument("--running", metavar="RUN_DIR", help="run folder of a running job")
     parser.add_argument("--json", action="store_true", help="print one JSON object, as in gpus.json of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override settings of the file")
