@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -62,7 +63,8 @@ class RunState:
             self.tokens += numbers.get("loss/tokens", 0.0)
 
     def _add(self, step: int, numbers: Mapping[str, float]) -> None:
-        found = {key: value for key, value in numbers.items() if key.startswith("eval/") and value is not None}
+        known = {key: value for key, value in numbers.items() if value is not None and not math.isnan(value)}
+        found = {key: value for key, value in known.items() if key.startswith("eval/")}
         if found:  # an evaluation that was interrupted has none, but a time
             self.evaluations.append((step, found))
         self.active_alarms = [key[7:] for key, value in numbers.items() if key.startswith("health/") and value]

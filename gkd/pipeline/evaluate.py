@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import comb
+from math import comb, isnan
 
 import numpy as np
 
@@ -134,7 +134,7 @@ class Evaluator:
             self._metrics.exclude_evaluation(overlapped=overlapped)
         m.add(numbers)
         self._evaluated(step, numbers)
-        log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
+        log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if not isnan(v)))
 
     def _greedy(self) -> GreedyReport | None:
         """Generate greedily and judge with eval.metric. Return None if there is no metric."""
