@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: gkd {name}: this is not a command. Fix: {hint}", file=sys.stderr)
         return 2
     if name == "train":  # the words with which a run tells how to resume it
-        os.environ.setdefault("GKD_COMMAND", f"{shlex.quote(_as_typed(script))} train")
+        os.environ.setdefault("GKD_COMMAND", f"{_as_typed(script)} train")
     if not sys.flags.safe_path:
         sys.path.insert(0, "")  # as `python -m`: functions of your own may be in the working folder
     sys.argv = [f"gkd {name}", *words]
@@ -72,10 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _as_typed(script: str) -> str:
-    """Return the path of the running script, or its name alone if the shell finds it."""
+    """Return the command that runs this script again, quoted for a shell: its name alone if the shell finds it."""
+    if script.endswith(".py"):
+        return f"{shlex.quote(sys.executable)} -m gkd.cli"
     folders = os.environ.get("PATH", "").split(os.pathsep)
     found = (os.path.join(folder, "gkd") for folder in folders if os.path.isfile(os.path.join(folder, "gkd")))
-    return "gkd" if next(found, None) == os.path.abspath(script) else script
+    return "gkd" if next(found, None) == os.path.abspath(script) else shlex.quote(script)
 
 
 if __name__ == "__main__":

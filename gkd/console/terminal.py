@@ -6,14 +6,13 @@ about what it is doing.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.ansi import AnsiDecoder
 from rich.console import Console, Group
@@ -33,6 +32,9 @@ PANEL, LINES, OFF = "panel", "lines", "off"
 _TICK_S = 0.5
 _PROBE_S = 5.0  # between requests of the teacher's health
 _JOIN_S = 3.0  # a request of the teacher's health may take 2 s
+# One thread at a time draws: rich finds the first row of the panel, and writes later. A panel of another height that is
+# drawn between the two would let it paint over printed lines.
+_DRAWING = threading.RLock()
 _HEARTBEAT = {"is_heartbeat": True}  # `extra` of the records that do not end a silence
 
 
@@ -58,11 +60,11 @@ class Terminal:
         self._handlers: list[logging.StreamHandler[TextIO]] = []
         self._ended = threading.Event()
         self._threads = [threading.Thread(target=self._repeat, args=(self.tick,), daemon=True)]
-        self._screen = _Screen(file=self.stream, force_terminal=True)
+        self._screen = Console(file=self.stream, force_terminal=True)
         self._redirected = ExitStack()
         self._live = Live(
             console=self._screen,
-            auto_refresh=False,  # its thread would not take the lock of `_Screen` first
+            auto_refresh=False,  # its thread would not take `_DRAWING`
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -90,10 +92,10 @@ class Terminal:
             for handler in self._handlers:
                 handler.addFilter(_is_no_step_line)
         if self.mode == PANEL:
-            self._redirected.enter_context(redirect_stderr(_Above(self._screen, self.stream)))
+            self._redirected.enter_context(redirect_stderr(self._above(self.stream)))
             if sys.stdout.isatty():  # not one that the shell writes to a file
-                self._redirected.enter_context(redirect_stdout(_Above(self._screen, sys.stdout)))
-            with self._screen:
+                self._redirected.enter_context(redirect_stdout(self._above(sys.stdout)))
+            with _DRAWING:
                 self._live.start(refresh=True)
             for handler in self._handlers:
                 handler.setStream(sys.stderr)
@@ -107,7 +109,7 @@ class Terminal:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(_JOIN_S)
-        with self._screen:
+        with _DRAWING:
             self._redirected.close()
             self._live.stop()
         for handler in self._handlers:
@@ -115,12 +117,15 @@ class Terminal:
             handler.removeFilter(_is_no_step_line)
         logging.getLogger("gkd").removeHandler(self._heartbeat)
 
+    def _above(self, stream: TextIO) -> TextIO:
+        return cast(TextIO, _Above(self._screen, stream))
+
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._ended.wait(_TICK_S):
             work()
 
     def _draw(self) -> None:
-        with self._screen:
+        with _DRAWING:
             self._live.refresh()
 
     def tick(self) -> None:
@@ -134,28 +139,7 @@ class Terminal:
             log.info("%s", line, extra=_HEARTBEAT)
 
 
-class _Screen(Console):
-    """A console that one thread at a time prints to: rich finds the first row of the panel, and then writes.
-
-    If another thread draws a panel of another height between the two, printed lines are painted over.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._turn = threading.RLock()
-
-    def __enter__(self) -> Console:
-        self._turn.acquire()
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        try:
-            super().__exit__(*raised)
-        finally:
-            self._turn.release()
-
-
-class _Above(io.TextIOBase):
+class _Above:
     """Standard output or error while the panel is shown: whole lines, each put together by the thread that prints it.
 
     The proxy of rich has one buffer for all threads, in which they lose parts of lines.
@@ -165,7 +149,7 @@ class _Above(io.TextIOBase):
         self._screen, self._stream = screen, stream
         self._begun = threading.local()
 
-    def __getattr__(self, name: str) -> Any:  # encoding and the like
+    def __getattr__(self, name: str) -> Any:  # encoding, isatty and the like
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -173,19 +157,13 @@ class _Above(io.TextIOBase):
         self._begun.text = rest
         if end:
             above = Text("\n").join(map(AnsiDecoder().decode_line, lines.split("\n")))
-            with self._screen:  # also while rich reads whether there is a panel
+            with _DRAWING:
                 self._screen.print(above)
         return len(text)
 
     def flush(self) -> None:
         if getattr(self._begun, "text", ""):
             self.write("\n")
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
 
 
 def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
