@@ -67,7 +67,7 @@ def summary(state: RunState) -> list[tuple[str, str]]:
         ("steps", f"{state.step} of {state.total_steps}{resumed}"),
         ("time", seconds(state.elapsed_s) + mean),
         ("tokens trained", count(state.tokens)),
-        ("health alarms", ", ".join(f"{name} ({n} steps)" for name, n in state.alarms.items()) or "none"),
+        ("health alarms", ", ".join(f"{name} ({n} step{'s' * (n > 1)})" for name, n in state.alarms.items()) or "none"),
     ]
     if state.losses:
         n = max(1, min(5, len(state.losses) // 2))  # the two means have no step in common

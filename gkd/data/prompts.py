@@ -134,7 +134,7 @@ def load_prompts(
                 dropped += 1
                 continue
             if not prompts:
-                log.info("%s: the first prompt has %d tokens: %r", key, len(prompt.ids), prompt.text[:_SHOWN])
+                log.info("%s: the first prompt has %d tokens: %.*s", key, len(prompt.ids), _SHOWN, prompt.text)
             response, own = reader.response(read, row, where)
             prompts.append(
                 Prompt(

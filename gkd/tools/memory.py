@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if problems else 0
     print(table(case), *(f"TOO LARGE {problem}" for problem in problems), sep="\n")
     if case.gpu_bytes is None:
-        print("no GPU to compare with: give its memory with --gpu-gib")
+        auto = "; trainer.device=auto counts as cuda" if case.config.trainer.device == "auto" else ""
+        print(f"no GPU to compare with: give its memory with --gpu-gib{auto}")
     if problems:
         words = [word for path in args.config for word in ("--config", path)]
         command = shlex.join(["python", "-m", "gkd.main_gkd", *words, *args.overrides])

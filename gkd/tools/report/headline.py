@@ -101,7 +101,7 @@ def _alarms(run: Run) -> dict[str, str]:
     if not any(key.startswith(PREFIX) for key in run.curves):
         return _cell("-", "", "no health/ keys in metrics.jsonl")
     found = alarms(run)
-    return _cell("none", "better") if not found else _cell(", ".join(one["key"] for one in found), "worse")
+    return _cell("none") if not found else _cell(", ".join(one["key"] for one in found), "worse")
 
 
 def _duration(seconds: float) -> str:
