@@ -27,8 +27,6 @@ from gkd.trainer import Trainer
 from teacher_server.config.command import command_parser
 from teacher_server.vision.images import ImageError
 
-_EXAMPLE = "example:\n  python -m gkd.main_gkd --config configs/quickstart_cpu.yaml actor.optim.lr=1e-3"
-
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 the run failed, 2 invalid config, model or prompt file, 130 interrupted.
@@ -95,7 +93,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
         "python -m gkd.main_gkd",
         "On-policy distillation: train a student on its own responses, scored by a teacher.",
-        f"{_keys_help(all_keys())}\n\n{_EXAMPLE}",
+        f"{_keys_help(all_keys())}\n\nexample:\n  python -m gkd.main_gkd --config mine.yaml actor.optim.lr=1e-3",
         add_help=False,
     )
     about = "print this and all keys, or the keys of one section, e.g. actor.optim"

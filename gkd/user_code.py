@@ -166,9 +166,10 @@ def blame(error: BaseException, row: Iterable[str] = ()) -> str:
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of an error without the calls of this package that led to the code of a user."""
-    lines = [*traceback.format_list(_own_frames(error)), *traceback.format_exception_only(error)]
-    return "".join(["Traceback of your code:\n", *lines])[:_LONGEST_TRACE]
+    """Return the traceback of an error from the code of a user on; empty if that has no part in it."""
+    own = traceback.format_list(_own_frames(error))
+    text = "".join(["Traceback of your code:\n", *own, *traceback.format_exception_only(error)])
+    return text[:_LONGEST_TRACE] if own else ""
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:

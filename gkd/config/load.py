@@ -56,7 +56,6 @@ _ENTRIES: dict[str, type] = {
     "teacher.routes": RouteConfig,
     "reward.functions": RewardFunctionConfig,
 }
-_YAML_FILE = "give the path of a YAML file."
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf has the same one; C permits tabs before a value
 
 
@@ -117,9 +116,8 @@ def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
     A YAML file without a flag is one of `--config`.
     """
-    typed = sys.argv[1:] if argv is None else argv
     words = list[str]()
-    for word in typed:
+    for word in sys.argv[1:] if argv is None else argv:
         is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-") and "=" not in word
         words += ["--config", word] if is_file and words[-1:] != ["--config"] else [word]
     args, unknown = parser.parse_known_intermixed_args(words)
@@ -164,7 +162,9 @@ def _read_yaml(path: str | Path) -> Any:
         text = Path(path).read_text(encoding="utf-8")
         loaded, root = OmegaConf.load(io.StringIO(text)), yaml.compose(text, _LOADER)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise ConfigError("--config", str(path), f"no such file ({Path(path).absolute()}).", _YAML_FILE) from error
+        raise ConfigError(
+            "--config", str(path), f"no such file ({Path(path).absolute()}).", "name a YAML file."
+        ) from error
     except PermissionError as error:
         raise ConfigError("--config", str(path), "this user may not read it.", "change its permissions.") from error
     except Exception as error:  # yaml's errors have no common root that omegaconf exports

@@ -179,7 +179,7 @@ class Server:
         text = str(fault)
         if (error := fault.__cause__) is not None:
             text += blame(error, columns)
-            if (place := blame(error)) not in self._shown:  # once: other trajectories repeat it
+            if (place := blame(error)) and place not in self._shown:  # once: other trajectories repeat it
                 self._shown.add(place)
                 log.warning("%s", encodable(own_traceback(error)))
         return encodable(f"{self._start.path}, row {where}: {text}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def resolve_device(config: Config) -> str:
             _check_adapter_dtype(config)
         return wanted
     device = wanted if wanted != "auto" else "cuda" if n_gpus else "cpu"
-    if device == "cpu" and config.model.dtype == "bfloat16" and not re.search(r"\b(\w+_)?bf16\b", _cpu_features()):
+    if device == "cpu" and config.model.dtype == "bfloat16" and "bf16" not in Path("/proc/cpuinfo").read_text():
         log.warning("this CPU computes bfloat16 without units for it, several times slower: set model.dtype=float32")
     if device == "cpu" and n_gpus:
         problem = "this environment has the CUDA builds of torch and vLLM, and they see GPUs."
@@ -73,11 +72,6 @@ def resolve_device(config: Config) -> str:
         # On the CPU they are logical, so any number is valid.
         _check_gpus_are_here(config, n_gpus)
     return device
-
-
-def _cpu_features() -> str:
-    file = Path("/proc/cpuinfo")
-    return file.read_text() if file.is_file() else "bf16"
 
 
 def _check_transport(config: Config, device: str) -> None:

@@ -33,10 +33,6 @@ AGAIN_S = 2.0  # signals that come sooner than this after the first one are copi
 
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS)
 _NAMES = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGALRM): "time limit"}
-_AGAIN = "Ctrl-C again: stop without saving"
-_FINISH = f"finishing the step, then saving; {_AGAIN}"
-_SAVE = f"saving the last step; {_AGAIN}"
-_STOP = "stopping all processes"
 
 
 class _State:
@@ -129,11 +125,12 @@ def _receive(number: int, _: FrameType | None) -> None:
     if not _state.in_loop or _state.received_s is not None:
         _state.between_steps = False
         ignore_signals()
-        _say(number, f"{_STOP} without saving" if _state.in_loop else _STOP)
+        _say(number, "stopping all processes" + " without saving" * _state.in_loop)
         raise KeyboardInterrupt
     _state.received_s = now_s
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    _say(number, _SAVE if _state.may_stop else _FINISH, f" (at the latest after {LIMIT_S:.0f} s)")
+    doing = "saving the last step" if _state.may_stop else "finishing the step, then saving"
+    _say(number, f"{doing}; Ctrl-C again: stop without saving", f" (at the latest after {LIMIT_S:.0f} s)")
     if _state.may_stop:
         _stop_between_steps()
 

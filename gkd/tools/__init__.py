@@ -13,10 +13,7 @@ P = ParamSpec("P")
 
 
 def exit_codes(*refused: type[Exception]) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Return a decorator of `main`: an error is printed, and the exit code is 2 if it is one of `refused`, else 1.
-
-    Ctrl-C: 130.
-    """
+    """Return a decorator of `main`: an error is printed, and the exit code is 2 if it is one of `refused`, else 1."""
 
     def decorated(main: Callable[P, int]) -> Callable[P, int]:
         @functools.wraps(main)

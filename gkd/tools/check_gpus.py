@@ -43,7 +43,7 @@ teacher is one of them), or no pools, or a rank of the run has ended; 2 invalid 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    with Terminal(LINES, ""):  # says every 5 s what it does
+    with Terminal(LINES, ""):  # tells every 5 s what it does
         table = check_running(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
     print(table.to_json().decode() if args.json else table.text(), flush=True)
     return 1 if table.findings else 0

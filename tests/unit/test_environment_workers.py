@@ -180,7 +180,7 @@ def test_a_faulty_step_ends_its_trajectory_alone(shared: Environments, text: str
 
 
 def test_a_faulty_row_ends_its_trajectory_alone(shared: Environments) -> None:
-    """Fails if an object that cannot be made, or a row that cannot be read, has no reply, or the place is not said."""
+    """Fails if an object that cannot be made, or a row that cannot be read, has no reply, or an error has no place."""
     error = ask(shared, "count", broken=True).error
     assert "price" in error and re.search(
         r"environment_classes\.py:\d+: raise KeyError.*Columns of the row: .*broken", error

@@ -43,6 +43,14 @@ def test_a_number_that_got_worse_is_marked() -> None:
     assert not any("worse" in text for _, text in summary(state))
 
 
+def test_the_means_of_the_loss_have_no_step_in_common() -> None:
+    """Fails if a run of 4 steps ends with the same mean twice, as if its loss had not moved."""
+    state = run()
+    for step, loss in enumerate((0.4, 0.2, 0.2, 0.1), 1):
+        state.add(step, line(loss__total=loss))
+    assert ("loss (mean of 2 steps)", "0.3000 -> 0.1500") in summary(state)
+
+
 def test_a_branch_counts_its_own_steps(tmp_path: Path) -> None:
     """Fails if the mean duration of a branch's steps is divided by those of the run that it left."""
     make(tmp_path, World(), "trainer.total_steps=5").fit()
@@ -70,7 +78,7 @@ def test_a_run_without_evaluations_has_a_table() -> None:
     state = run()
     n_facts = len(summary(state))
     state.add(1, line(loss__token_kl=None))
-    assert [label for label, _ in summary(state)[n_facts:]] == ["loss (mean of 5 steps)"]
+    assert summary(state)[n_facts:] == [("loss", "0.1478")], "one step alone"
     state.add(2, line(eval__kl=0.3))
     assert summary(state)[-1] == ("validation KL", "0.3000"), "one evaluation alone"
 
