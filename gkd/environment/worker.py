@@ -42,7 +42,7 @@ MAX_LINE = 2**26  # a call has a row of the data and a turn
 _BEAT_S = 0.5
 _N_THREADS = 256  # threads of asyncio.to_thread; those whose calls never end are lost until the process ends
 
-log = get_logger(__name__)
+log = get_logger("environment")
 
 
 class Start(msgspec.Struct, frozen=True):

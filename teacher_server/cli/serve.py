@@ -170,7 +170,7 @@ class Server:
                 self._announce()
             if not ready and (now_s := time.monotonic()) - said_s >= _SAY_S:
                 said_s, n = now_s, self._supervisor.n_loading
-                log.info("loading: %d workers are not ready after %.0f s", n, now_s - started_s)
+                log.info("loading for %.0f s; workers that are not ready: %d", now_s - started_s, n)
             if self._signals.drain and not draining:
                 draining = True
                 log.info("SIGUSR1: draining")
