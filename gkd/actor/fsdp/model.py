@@ -42,7 +42,7 @@ from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
 from gkd.types import TokenTargets
 from teacher_server.engines.hf import auto_class, change_of_logits, keep_language_model, outside_parts, own_attention
-from teacher_server.vision.processor import ImageProcessor
+from teacher_server.vision.processor import ATTENDING_BOTH_WAYS, ImageProcessor
 from teacher_server.vision.rows import ImageRows, forward_arguments
 
 _FROZEN = "is_frozen_vision"  # attribute of modules
@@ -148,6 +148,8 @@ def build_on_meta(
     config = read_config(model_path, trust_remote_code=trust_remote_code)
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     attention: Any = PACKED_ATTENTION if packing else own_attention(config)
+    if images and packing and config.model_type in ATTENDING_BOTH_WAYS:
+        raise refuse_packing(config.model_type, "attends in both directions within an image")
     if images and packing:  # patches attend to all patches of their image
         attention = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
     try:
