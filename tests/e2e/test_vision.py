@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -168,19 +170,10 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
     """
     folder = make_folder(root, kind)
     if engine:
-        flags = (
-            "--images",
-            "--engine",
-            engine,
-            "--dtype",
-            "float32",
-            "--device",
-            device.kind(),
-            "--max-batch-tokens",
-            "512",
-        )
+        flags = ["--images", "--engine", engine, "--dtype", "float32", "--device", device.kind()]
+        flags += ["--kv-cache-mib", "32"] if engine == "vllm" else []
         program = "gkd.cli score" if SCORED in options else "gkd.main_gkd"
-        with ServerProcess(folder.teacher, root, options=flags) as server:
+        with ServerProcess(folder.teacher, root, options=tuple(flags)) as server:
             run_dir = folder.run(server.port, *options, program=program)
     if SCORED in options or not engine:
         run_dir = folder.run(server.port if engine else 0, *options)
@@ -198,6 +191,11 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
     weights = {name.replace("vision_tower.vision_model.", "vision_tower."): each for name, each in weights.items()}
     assert weights.keys() <= named.keys()
     export_error = max(float((named[name] - weight).abs().max()) for name, weight in weights.items())
+    if LORA in options:
+        base = AutoModelForImageTextToText.from_pretrained(folder.student)
+        adapted = PeftModel.from_pretrained(base, str(run_dir / "export/adapter"))
+        assert not any(isinstance(layer, LoraLayer) for layer in adapted.base_model.model.model.vision_tower.modules())
+        assert any(isinstance(layer, LoraLayer) for layer in adapted.modules())
     loss_error = float(np.abs(own / np.array(losses) - 1).max())
     return {"loss": loss_error, "engine": engine_error, "teacher": teacher_error, "export": export_error}
 
