@@ -24,7 +24,6 @@ class Family:
     ffn_size: int | None = None
     max_positions: int | None = None
     others: Mapping[str, int] = field(default_factory=dict)  # key -> value
-    in_megatron: bool = True  # the Megatron student computes it
     qk_norm: bool | str = False  # RMSNorm on the queries and keys of each head
     qkv_bias: bool | str = False  # bias on the q/k/v projections
     post_norm: bool = False  # OLMo 2: norms after attention and MLP, and of all queries, or keys, of a token together
@@ -34,6 +33,8 @@ class Family:
     normalizes_experts: bool = False  # whatever norm_topk_prob is
     sigmoid_router: bool = False  # GLM-4.5's router and shared experts; the first layers are dense
     is_partly_rotated: bool = False  # partial_rotary_factor: only the first columns of a head are rotated
+    # In the files: an MLP with experts, and an expert's matrices.
+    expert_names: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj")
 
     @property
     def defaults(self) -> dict[str, int]:
@@ -48,6 +49,7 @@ _QWEN2_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_siz
 _QWEN2_MOE |= {"shared_expert_intermediate_size": 5632}
 _GLM4_MOE = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "norm_topk_prob": True}
 _GLM4_MOE |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_MIXTRAL_NAMES = ("block_sparse_moe", "w1", "w3", "w2")
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(32, 22016, 32768, {"head_dim": 128}, qk_norm=True),
@@ -69,6 +71,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(None, 11008, 2048, post_norm=True),
     "ministral3": Family(8, 14336, 262144, {"head_dim": 128}, default_window=0, scales_queries=True),
-    "mixtral": Family(8, 14336, 131072, {"num_local_experts": 8}, in_megatron=False, normalizes_experts=True),
+    "mixtral": Family(
+        8, 14336, 131072, {"num_local_experts": 8}, default_window=0, normalizes_experts=True, expert_names=_MIXTRAL_NAMES
+    ),
 }
 OTHER = Family()  # stands for every other model_type

@@ -352,7 +352,6 @@ def check_engine_split(
             raise ConfigError("rollout.tp", tp, problem, "lower it.")
 
 
-MEGATRON_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.in_megatron)
 _OTHER_BACKEND = "set actor.strategy=fsdp2, which takes any causal language model."
 
 
@@ -370,10 +369,10 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         ModelError: the architecture or a feature is not supported; names it.
     """
     model_type, strategy = config_json.get("model_type", ""), "actor.strategy=megatron"
-    if model_type not in MEGATRON_ARCHITECTURES:
+    if model_type not in FAMILIES:
         raise ModelError(
             f"{where}: model_type {model_type!r} is not supported by {strategy}; supported are "
-            f"{', '.join(MEGATRON_ARCHITECTURES)}.",
+            f"{', '.join(FAMILIES)}.",
             "set actor.strategy=fsdp2 and, if you trust the code in the folder, model.trust_remote_code=true."
             if "auto_map" in config_json
             else _OTHER_BACKEND,
@@ -384,6 +383,7 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
+        "router_jitter_noise": 0.0,
     }
     family = FAMILIES[model_type]
     if family.qkv_bias == "attention_bias":

@@ -21,7 +21,7 @@ TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
 KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3")
 # Normalized expert weights and experts in every layer; not normalized, and a dense first layer.
-MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe")
+MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe", "mixtral")
 
 
 def make_hf_folder(
@@ -85,6 +85,8 @@ def make_hf_folder(
         experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}
         config = tf.Qwen2MoeConfig(**sizes, **experts, tie_word_embeddings=False)
         model = tf.Qwen2MoeForCausalLM(config)
+    elif kind == "mixtral":
+        model = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, num_local_experts=6, num_experts_per_tok=3))
     elif kind in MOE_KINDS:
         mixed = kind == "qwen3_moe_mixed"
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -181,20 +183,13 @@ def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
     return (p * (p.log() - picked)).sum() + (p_rest * (p_rest.log() - q_rest.log())).sum()
 
 
-def by_file_name(model: torch.nn.Module, value: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
+def by_file_name(model: Any, value: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
     """Return copies of `value(parameter)` by the names in the files: transformers fuses experts, files do not."""
-    tensors = {}
-    for name, param in (*model.named_parameters(), *_corrections(model)):
-        tensor = value(param).detach().clone()
-        prefix, _, leaf = name.rpartition(".")
-        if not prefix.endswith(".experts"):
-            tensors[name] = tensor
-            continue
-        parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else ["down_proj"]
-        for number, expert in enumerate(tensor):
-            for part, half in zip(parts, expert.chunk(len(parts)), strict=True):
-                tensors[f"{prefix}.{number}.{part}.weight"] = half
-    return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    params = (*model.named_parameters(), *_corrections(model))
+    named = {name: value(param).detach().clone() for name, param in params}
+    return dict(revert_weight_conversion(model, named))
 
 
 @dataclass

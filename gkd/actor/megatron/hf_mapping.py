@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
+from gkd.hf.families import FAMILIES
 from gkd.hf.model_dims import ModelDims, MoeDims
 from gkd.hf.model_folder import check_headers, open_tensors, some_names
 
@@ -195,13 +196,6 @@ def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
     return ((_moe(d).ffn_size, d.hidden_size),) * 2
 
 
-_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), REPLICATED, lambda d: ((_moe(d).n_experts, d.hidden_size),))
-
-# Names relative to an expert. TP does not split experts.
-_EXPERT_RULES = (
-    Rule("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), GatedMlp(), _expert_shapes),
-    Rule("linear_fc2.weight", ("down_proj.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, _moe(d).ffn_size),)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +248,10 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
 
 def _moe_rules(dims: ModelDims) -> list[Rule]:
     """Return the rules of a layer with experts, without these."""
-    moe, rules = _moe(dims), [_ROUTER]
+    moe, name = _moe(dims), FAMILIES[dims.model_type].expert_names[0]
+    rules = [
+        Rule("mlp.router.weight", (f"{name}.gate.weight",), REPLICATED, lambda d: ((moe.n_experts, d.hidden_size),))
+    ]
     if moe.groups is not None:
         bias = ("mlp.gate.e_score_correction_bias",)
         rules.append(Rule("mlp.router.correction_bias", bias, REPLICATED, lambda d: ((moe.n_experts,),)))
@@ -285,16 +282,21 @@ def _expert_entries(dims: ModelDims, layout: ParallelLayout, param_prefix: str, 
     """Return the entries of all experts of a layer, in HF order. Each EP rank holds consecutive experts."""
     n_experts = _moe(dims).n_experts
     per_rank = n_experts // layout.ep
+    mlp, gate, up, down = FAMILIES[dims.model_type].expert_names
+    rules = (  # names relative to an expert; TP does not split experts
+        Rule("linear_fc1.weight", (f"{gate}.weight", f"{up}.weight"), GatedMlp(), _expert_shapes),
+        Rule("linear_fc2.weight", (f"{down}.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, _moe(d).ffn_size),)),
+    )
     return [
         _entry(
             rule,
             dims,
             f"{param_prefix}mlp.experts.local_experts.{expert % per_rank}.",
-            f"{hf_prefix}mlp.experts.{expert}.",
+            f"{hf_prefix}{mlp}.experts.{expert}.",
             owner=expert // per_rank,
         )
         for expert in range(n_experts)
-        for rule in _EXPERT_RULES
+        for rule in rules
     ]
 
 
