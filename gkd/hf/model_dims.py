@@ -63,7 +63,8 @@ class ModelDims:
     qkv_bias: bool
     post_norm: bool = False  # see `Family`
     scales_queries: bool = False  # see `Family`
-    sliding_window: int | None = None  # tokens that a token of a mistral attends to, itself included; None means all
+    is_gemma: bool = False  # see `Family`
+    sliding_window: int | None = None  # tokens that a token attends to, itself included, in layers with a window
     moe: MoeDims | None = None  # None: a dense model
 
     @property
@@ -109,15 +110,6 @@ class ModelDims:
         """Return whether layer `layer`, counted from 0 over the whole model, routes tokens to experts."""
         return self.moe is not None and self.moe.layers[layer]
 
-    def check_sequence_length(self, longest: int) -> None:
-        """Raise ModelError if a sequence of `longest` tokens needs attention through a sliding window."""
-        if self.sliding_window is not None and longest > self.sliding_window:
-            raise ModelError(
-                f"sliding_window = {self.sliding_window} in config.json, and a sequence may have {longest} tokens: "
-                "actor.strategy=megatron has full attention only.",
-                "shorten data.max_prompt_length or data.max_response_length, or use actor.strategy=fsdp2.",
-            )
-
     def embedding_params(self, tp: int = 1) -> int:
         """Parameters of the embedding, or of the LM head, on one of `tp` ranks, padding included."""
         return -(-self.vocab_size // tp) * self.hidden_size
@@ -127,7 +119,7 @@ class ModelDims:
         h, d = self.hidden_size, self.head_dim
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
-        n = n // tp + 2 * h + (2 * d if self.qk_norm else 0)
+        n = n // tp + (4 if self.is_gemma else 2) * h + (2 * d if self.qk_norm else 0)
         n += (self.q_columns + self.kv_columns) // tp if self.post_norm else 0
         if self.moe is not None and self.is_moe_layer(layer):
             router = self.n_experts * h + (h if self.moe.shared_gate else 0)
@@ -190,6 +182,7 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
         qkv_bias=_has(config, family, family.qkv_bias),
         post_norm=family.post_norm,
         scales_queries=family.scales_queries,
+        is_gemma=family.is_gemma,
         moe=_moe(config, kind, n_layers),
         sliding_window=None if family.default_window is None else window or None,
         **sizes,
@@ -297,8 +290,10 @@ def check_actor_split(
     dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool, layers: str = "auto"
 ) -> None:
     """Raise ConfigError naming the parallel size that does not divide the model, or layers that do not fit it."""
-    if layers == "te" and dims.post_norm:
-        problem = f"a {dims.model_type} model has norms after attention and MLP, Transformer Engine's layers before."
+    if layers == "te" and (dims.post_norm or dims.is_gemma):
+        problem = (
+            f"a {dims.model_type} model has norms after attention and MLP, Transformer Engine's layers only before."
+        )
         raise ConfigError("actor.layers", "te", problem, "use auto.")
     if ep > 1 and not dims.n_experts:
         raise ConfigError("actor.ep", ep, f"the model ({dims.model_type}) has no experts.", "Use 1.")
@@ -371,21 +366,23 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
     model_type, strategy = config_json.get("model_type", ""), "actor.strategy=megatron"
     if model_type not in FAMILIES:
         raise ModelError(
-            f"{where}: model_type {model_type!r} is not supported by {strategy}; supported are "
-            f"{', '.join(FAMILIES)}.",
+            f"{where}: model_type {model_type!r} is not supported by {strategy}; supported are {', '.join(FAMILIES)}.",
             "set actor.strategy=fsdp2 and, if you trust the code in the folder, model.trust_remote_code=true."
             if "auto_map" in config_json
             else _OTHER_BACKEND,
         )
-    supported = {
+    supported: dict[str, Any] = {
         "use_sliding_window": False,
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "hidden_act": "silu",
         "router_jitter_noise": 0.0,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     }
     family = FAMILIES[model_type]
+    supported |= {"hidden_activation": "gelu_pytorch_tanh"} if family.is_gemma else {"hidden_act": "silu"}
     if family.qkv_bias == "attention_bias":
         del supported["attention_bias"]
     for key, value in supported.items():
@@ -393,13 +390,15 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         if (found or value) != value:
             problem = f"{where}: {key} = {found!r} is not supported by {strategy}, only {value!r}."
             raise ModelError(problem, _OTHER_BACKEND)
-    if any(kind != "full_attention" for kind in config_json.get("layer_types") or ()):
-        problem = f"{where}: layer_types has others than full_attention, the only one that {strategy} computes."
+    kinds = ("full_attention", *(("sliding_attention",) if family.is_gemma else ()))
+    if any(kind not in kinds for kind in config_json.get("layer_types") or ()):
+        problem = f"{where}: layer_types has others than {' and '.join(kinds)}, which {strategy} computes."
         raise ModelError(problem, _OTHER_BACKEND)
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
+    ropes = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]  # by type of layer, or of all
     rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
     is_partial = rotated not in (None, 1.0) and not family.is_partly_rotated
-    if not _computes_rope(family, rope) or is_partial:
+    if not all(_computes_rope(family, each) for each in ropes) or is_partial:
         raise ModelError(
             f"{where}: rope_parameters {rope!r} is not supported by {strategy}; "
             f"supported rope_type: {', '.join(ROPE_TYPES)}, without partial rotation"

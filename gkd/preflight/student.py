@@ -51,7 +51,6 @@ def with_strategy(config: Config) -> Config:
         try:
             config_json = read_config_json(config.model.path, "model.path")
             check_megatron_support(config_json, config.model.path)
-            read_dims(config_json).check_sequence_length(config.derived.max_sequence_length)
         except ModelError as error:
             name = "fsdp2"
             why = str(error).partition(" Fix:")[0]

@@ -140,16 +140,12 @@ def _per_head(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.head_dim,),)
 
 
-def _is_pre_norm(d: ModelDims) -> bool:
-    return not d.post_norm
-
-
 _EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SplitVocab(), _vocab_shape)
 _FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _hidden_shape)
 _LM_HEAD = Rule("output_layer.weight", ("lm_head.weight",), SplitVocab(), _vocab_shape)
 
 _LAYER_RULES = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape, _is_pre_norm),
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape, lambda d: not d.post_norm),
     Rule(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -171,12 +167,28 @@ _LAYER_RULES = (
         SPLIT_COLUMNS,
         lambda d: ((d.hidden_size, d.q_columns),),
     ),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape, _is_pre_norm),
+    Rule(
+        "pre_mlp_layernorm.weight",
+        ("post_attention_layernorm.weight",),
+        REPLICATED,
+        _hidden_shape,
+        when=lambda d: not (d.post_norm or d.is_gemma),
+    ),
 )
 
 _POST_NORMS = (
     Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), SPLIT_ROWS, lambda d: ((d.q_columns,),)),
     Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), SPLIT_ROWS, lambda d: ((d.kv_columns,),)),
+)
+
+_OUTER_NORMS = (  # of post_norm, and of Gemma 3
+    Rule(
+        "pre_mlp_layernorm.weight",
+        ("pre_feedforward_layernorm.weight",),
+        REPLICATED,
+        _hidden_shape,
+        when=lambda d: d.is_gemma,
+    ),
     Rule("self_attn_bda.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape),
     Rule("mlp_bda.weight", ("post_feedforward_layernorm.weight",), REPLICATED, _hidden_shape),
 )
@@ -194,8 +206,6 @@ _MLP_RULES = (
 
 def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
     return ((_moe(d).ffn_size, d.hidden_size),) * 2
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +238,7 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
     for local, number in enumerate(layout.layer_range(dims, chunk)):
         prefixes = f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."
         is_moe = dims.is_moe_layer(number)
-        norms = _POST_NORMS if dims.post_norm else ()
+        norms = (*(_POST_NORMS if dims.post_norm else ()), *(_OUTER_NORMS if dims.post_norm or dims.is_gemma else ()))
         for rule in (*_LAYER_RULES, *norms, *(_moe_rules(dims) if is_moe else _MLP_RULES)):
             if rule.when(dims):
                 entries.append(_entry(rule, dims, *prefixes))
