@@ -106,6 +106,11 @@ class ModelDims:
         """Columns of the key projection; the value projection has as many."""
         return self.n_kv_heads * self.head_dim
 
+    @property
+    def has_outer_norms(self) -> bool:
+        """Return whether norms follow attention and MLP."""
+        return self.post_norm or self.is_gemma
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether layer `layer`, counted from 0 over the whole model, routes tokens to experts."""
         return self.moe is not None and self.moe.layers[layer]
@@ -290,9 +295,9 @@ def check_actor_split(
     dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool, layers: str = "auto"
 ) -> None:
     """Raise ConfigError naming the parallel size that does not divide the model, or layers that do not fit it."""
-    if layers == "te" and (dims.post_norm or dims.is_gemma):
+    if layers == "te" and dims.has_outer_norms:
         problem = (
-            f"a {dims.model_type} model has norms after attention and MLP, Transformer Engine's layers only before."
+            f"a {dims.model_type} model has norms after attention and MLP, which Transformer Engine's layers lack."
         )
         raise ConfigError("actor.layers", "te", problem, "use auto.")
     if ep > 1 and not dims.n_experts:
@@ -395,9 +400,9 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         problem = f"{where}: layer_types has others than {' and '.join(kinds)}, which {strategy} computes."
         raise ModelError(problem, _OTHER_BACKEND)
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
-    ropes = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]  # by type of layer, or of all
-    rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
-    is_partial = rotated not in (None, 1.0) and not family.is_partly_rotated
+    ropes = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]  # one for each type of layer
+    rotated = {each.get("partial_rotary_factor", config_json.get("partial_rotary_factor")) for each in ropes}
+    is_partial = not rotated <= {None, 1.0} and not family.is_partly_rotated
     if not all(_computes_rope(family, each) for each in ropes) or is_partial:
         raise ModelError(
             f"{where}: rope_parameters {rope!r} is not supported by {strategy}; "
@@ -432,5 +437,7 @@ def _check_router(config_json: Mapping[str, Any], where: str) -> None:
         raise ModelError(
             f"{where}: norm_topk_prob = True with num_experts_per_tok = 1 weights every expert with 1, so its router "
             "cannot learn.",
-            "set norm_topk_prob to false in config.json.",
+            "choose another model."
+            if FAMILIES[config_json["model_type"]].normalizes_experts
+            else "set norm_topk_prob to false in config.json.",
         )

@@ -93,7 +93,7 @@ def _check_megatron(config: Config) -> tuple[int, int]:
         (vocabulary size, longest sequence in tokens)
 
     Raises:
-        ConfigError, ModelError: something does not fit; a sequence may be longer than the model's sliding window.
+        ConfigError, ModelError: something does not fit.
     """
     path, actor = config.model.path, config.actor
     config_json = read_config_json(path, "model.path")

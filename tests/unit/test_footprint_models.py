@@ -79,6 +79,10 @@ ROPES: dict[str, tuple[dict[str, Any], bool]] = {
     "partial": ({"partial_rotary_factor": 0.5}, False),
     "partial, GLM-4.5": ({"model_type": "glm4_moe", "partial_rotary_factor": 0.25, "num_key_value_heads": 4}, True),
     "yarn, GLM-4.5": ({"model_type": "glm4_moe", "rope_parameters": {**YARN}, "num_key_value_heads": 4}, False),
+    "linear in some layers, Gemma 3": (
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        True,
+    ),
     "none, Ministral 3": ({"model_type": "ministral3"}, True),
     "yarn, Ministral 3": ({"model_type": "ministral3", "rope_parameters": {**YARN}}, True),
     "that scales queries and keys": ({"model_type": "ministral3", "rope_parameters": {**YARN, "mscale": 0.5}}, False),
@@ -119,6 +123,14 @@ def test_rotary_embeddings_that_megatron_supports(name: str) -> None:
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts = 0"),
         ("olmo2", {"attention_bias": True}, "attention_bias = True"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "choose another model"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("gemma3_text", {"layer_types": ["chunked_attention", "full_attention"]}, "layer_types"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_parameters"),
     ],
 )
 def test_features_of_a_family_that_megatron_lacks(kind: str, change: dict[str, Any], word: str) -> None:

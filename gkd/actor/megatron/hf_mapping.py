@@ -172,16 +172,8 @@ _LAYER_RULES = (
         ("post_attention_layernorm.weight",),
         REPLICATED,
         _hidden_shape,
-        when=lambda d: not (d.post_norm or d.is_gemma),
+        when=lambda d: not d.has_outer_norms,
     ),
-)
-
-_POST_NORMS = (
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), SPLIT_ROWS, lambda d: ((d.q_columns,),)),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), SPLIT_ROWS, lambda d: ((d.kv_columns,),)),
-)
-
-_OUTER_NORMS = (  # of post_norm, and of Gemma 3
     Rule(
         "pre_mlp_layernorm.weight",
         ("pre_feedforward_layernorm.weight",),
@@ -189,8 +181,16 @@ _OUTER_NORMS = (  # of post_norm, and of Gemma 3
         _hidden_shape,
         when=lambda d: d.is_gemma,
     ),
+)
+
+_OUTER_NORMS = (
     Rule("self_attn_bda.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape),
     Rule("mlp_bda.weight", ("post_feedforward_layernorm.weight",), REPLICATED, _hidden_shape),
+)
+
+_NORMS_OF_ALL_HEADS = (
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), SPLIT_ROWS, lambda d: ((d.q_columns,),)),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), SPLIT_ROWS, lambda d: ((d.kv_columns,),)),
 )
 
 _MLP_RULES = (
@@ -238,7 +238,7 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
     for local, number in enumerate(layout.layer_range(dims, chunk)):
         prefixes = f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."
         is_moe = dims.is_moe_layer(number)
-        norms = (*(_POST_NORMS if dims.post_norm else ()), *(_OUTER_NORMS if dims.post_norm or dims.is_gemma else ()))
+        norms = (_NORMS_OF_ALL_HEADS if dims.post_norm else ()) + (_OUTER_NORMS if dims.has_outer_norms else ())
         for rule in (*_LAYER_RULES, *norms, *(_moe_rules(dims) if is_moe else _MLP_RULES)):
             if rule.when(dims):
                 entries.append(_entry(rule, dims, *prefixes))

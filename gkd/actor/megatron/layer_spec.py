@@ -90,7 +90,7 @@ def layer_spec(
                 mlp.experts.module = GroupedExperts
         if dims.post_norm:
             _move_norms(layer.submodules, config)
-        if dims.post_norm or dims.is_gemma:
+        if dims.has_outer_norms:
             sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params=sizes)
     if not with_te:

@@ -33,10 +33,8 @@ class MegatronDims(ModelDims):
     rope_inv_freq: tuple[float, ...]  # [rotated columns / 2] float32 values, rope scaling applied
     query_scale: tuple[float, int] | None = None  # llama_4_scaling_beta and the original context
     no_rope: tuple[bool, ...] = ()  # one per layer: True for those without; empty: every layer rotates
-    has_window: tuple[
-        bool, ...
-    ] = ()  # one per layer: False for those without sliding_window; empty: every layer has it
-    local_inv_freq: tuple[float, ...] = ()  # of layers with a window; empty: they have those of the others
+    has_window: tuple[bool, ...] = ()  # one per layer: True for those with sliding_window; empty: every layer has it
+    local_inv_freq: tuple[float, ...] = ()  # rotations in layers with a window; empty: no others
     attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(D)
 
 
