@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.device import on_cuda
 
 # The forms of templates: Qwen's writes an image where it stands, LLaVA's puts all in front and reads parts alone.
 QWEN_TEMPLATE = (
@@ -80,6 +83,13 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_5": (_LAYERS | _STATE | {"rope_parameters": _PARTIAL}, _GRID | {"num_position_embeddings": 16}),
 }
+
+
+def missing(kind: str) -> str:
+    """Return why vLLM does not compute images of a model here; empty: it does."""
+    if kind != "llava" and find_spec("torchvision") is None:
+        return "needs torchvision"
+    return "vLLM attends causally over images on a CPU" if kind == "gemma3" and not on_cuda() else ""
 
 
 def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, image_size: int = 56, **sizes: int) -> Path:

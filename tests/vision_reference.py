@@ -92,6 +92,7 @@ def train(
     for name, parameter in model.named_parameters():
         is_frozen = "lora_" not in name if adapted else frozen and any(tower in name for tower in TOWERS)
         parameter.requires_grad_(not is_frozen)
+    model.get_input_embeddings().padding_idx = None  # the token of padding may be a part of a text, too
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from gkd.types import Rollout, TeacherScores
 from tests import device
 from tests.e2e.conftest import ALONE
 from tests.service.harness import ServerProcess
-from tests.vision_models import picture, save_vision_model
+from tests.vision_models import missing, picture, save_vision_model
 from tests.vision_reference import add_adapters, logits_of, train
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
@@ -203,10 +202,8 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
 @pytest.mark.parametrize(("kind", "engine", "options"), CASES)
 def test_a_run_equals_plain_transformers(tmp_path: Path, kind: str, engine: str, options: tuple[str, ...]) -> None:
     """Fails if engine, teacher or student reads other pixels or positions, or the export lacks what was trained."""
-    if kind != "llava" and find_spec("torchvision") is None:
-        pytest.skip("needs torchvision")
-    if kind == "gemma3" and not device.on_cuda():
-        pytest.skip("vLLM attends causally over images on a CPU")
+    if why := missing(kind):
+        pytest.skip(why)
     errors = compare(tmp_path, kind, engine, options)
     assert errors["loss"] < 2e-6
     assert max(errors["engine"], errors["teacher"]) < 2e-5

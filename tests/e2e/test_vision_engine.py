@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from teacher_server.vision.images import EncodedImage
 from teacher_server.vision.processor import ImageProcessor
 from tests import device
 from tests.engine_process import EngineProcess
-from tests.vision_models import picture, save_vision_model
+from tests.vision_models import missing, picture, save_vision_model
 from tests.vision_reference import logits_of
 
 pytestmark = pytest.mark.e2e
@@ -99,10 +98,8 @@ def _probe(folder: Path, later: Path) -> dict[str, Any]:
 )
 def test_an_engine_computes_images_as_transformers(tmp_path: Path, kind: str) -> None:
     """Fails if the engine sees no, other or old features, expands ids again, or samples the place of an image."""
-    if kind != "llava" and find_spec("torchvision") is None:
-        pytest.skip("needs torchvision")
-    if kind == "gemma3" and not device.on_cuda():
-        pytest.skip("vLLM attends causally over images on a CPU")
+    if why := missing(kind):
+        pytest.skip(why)
     folders = [tmp_path / f"{kind}_{seed}" for seed in (1, 2)]
     for seed, folder in enumerate(folders, 1):
         folder.mkdir()
