@@ -42,7 +42,7 @@ SINGLE = "model.safetensors"
 N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
 # name -> whether it supports the fused head. The files of the last three differ from the parameters.
-ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False, "mamba": True, "gpt_oss": True}
+ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": True, "mamba": True, "gpt_oss": True}
 ARCHITECTURES |= {"gpt_neox": True, "qwen3_moe": True, "mixtral": True}
 CONV1D_LORA = LoraConfig(rank=4, alpha=8.0, targets=["c_attn", "c_proj"])
 
@@ -225,7 +225,6 @@ def _write(student: Any, folder: Path) -> None:
 def _measure_refusals(build: Any, root: Path) -> dict[str, tuple[str, str]]:
     """Return (type, text) of the error of each unsupported model or setting."""
     cases: dict[str, dict[str, Any]] = {
-        "gemma2 fused": {"kind": "gemma2", "packing": False},
         "opt fused": {"kind": "opt"},
         "falcon packed": {"kind": "falcon"},
         "no target": {"kind": "qwen3", "lora": replace(LORA, targets=["q_proj", "c_attn"])},
@@ -504,7 +503,6 @@ def test_what_is_refused(ranks: Any) -> None:
     assert refused == ranks[1]["refused"]
     name = "model.layers.1.mlp.up_proj.weight"
     for case, kind, texts in (
-        ("gemma2 fused", "ConfigError", ("actor.fused_lm_head", "gemma2")),
         ("opt fused", "ConfigError", ("actor.fused_lm_head", "opt")),
         ("falcon packed", "ConfigError", ("actor.packing", "falcon", "actor.packing=false")),
         ("no target", "ConfigError", ("actor.lora.targets", "c_attn", "q_proj")),

@@ -171,7 +171,7 @@ def build_on_meta(
     if head is None or hf.base_model is hf:
         problem = f"{model_path}: transformers does not separate the LM head of a {config.model_type} model."
         raise ModelError(problem, "use another model.")
-    hf.set_output_embeddings(RowsHead(head, change_of_logits(hf)[0]))
+    hf.set_output_embeddings(RowsHead(head, *change_of_logits(hf)))
     hf.tie_weights()
     _use_fused_norms(hf)
     if packing:
@@ -362,7 +362,7 @@ def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
 # Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
 
 # Function of the [N, H] hidden states and the [V, H] weight. The weight is gathered only during the call.
-HeadUse = Callable[[Tensor, Tensor], Any]
+HeadUse = Callable[..., Any]  # of the hidden states and the weight; with `cap`, the soft cap of logits or None
 
 
 class RowsHead(nn.Module):
@@ -370,17 +370,19 @@ class RowsHead(nn.Module):
 
     rows: Tensor | None = None  # [N] int64 into the flattened [B * S] positions; set during a forward pass
 
-    def __init__(self, head: nn.Module, factor: float = 1.0) -> None:
+    def __init__(self, head: nn.Module, factor: float = 1.0, cap: float | None = None) -> None:
         """Raise ModelError if the head is not one linear layer.
 
         Args:
             factor: of the logits, which the model applies to what this module returns, but not to what `use` computes.
+            cap: likewise, a soft cap.
         """
         super().__init__()
         if not isinstance(head, nn.Linear):
             raise ModelError(f"the LM head is a {type(head).__name__}; actor.strategy=fsdp2 requires a linear layer.")
         self.weight, self.bias = head.weight, head.bias  # [V, H], [V] or None
         self.factor = factor
+        self.cap = cap
 
     def forward(self, hidden: Tensor, use: HeadUse | None = None) -> Any:
         """Return [1, N, V] logits of [B, S, H] hidden states, or the result of `use`."""
@@ -388,7 +390,7 @@ class RowsHead(nn.Module):
             hidden = hidden.flatten(0, 1).index_select(0, self.rows)[None]
         if use is None:
             return F.linear(hidden, self.weight, self.bias)
-        return use(hidden[0] if self.factor == 1 else hidden[0] * self.factor, self.weight)
+        return use(hidden[0] if self.factor == 1 else hidden[0] * self.factor, self.weight, cap=self.cap)
 
 
 # Put the offloaded shards of a rank into one pinned block of host memory.
