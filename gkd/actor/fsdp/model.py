@@ -362,7 +362,8 @@ def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
 # Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
 
 # Function of the [N, H] hidden states and the [V, H] weight. The weight is gathered only during the call.
-HeadUse = Callable[..., Any]  # of the hidden states and the weight; with `cap`, the soft cap of logits or None
+# Its argument `cap` is the soft cap of logits or None.
+HeadUse = Callable[..., Any]
 
 
 class RowsHead(nn.Module):
