@@ -8,10 +8,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import platform
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 # Command -> module with `main`, what it does, arguments of an example.
 COMMANDS = {
@@ -43,6 +45,11 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the words name, and return its exit code; 2 without a valid one."""
     script, *words = sys.argv if argv is None else ("gkd", *argv)
+    if words[:1] == ["--version"]:
+        print(f"gkd {metadata.version('gkd')}, Python {platform.python_version()}")
+        return 0
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gkd --help | head` ends without a traceback
         print(usage(), file=sys.stdout if words else sys.stderr)
@@ -56,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: gkd {name}: this is not a command. Fix: {hint}", file=sys.stderr)
         return 2
     if name == "train":  # the words with which a run tells how to resume it
-        os.environ.setdefault("GKD_COMMAND", f"{shlex.quote(_as_typed(script))} train")
+        os.environ.setdefault("GKD_COMMAND", f"{_as_typed(script)} train")
     if not sys.flags.safe_path:
         sys.path.insert(0, "")  # as `python -m`: functions of your own may be in the working folder
     sys.argv = [f"gkd {name}", *words]
@@ -65,10 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _as_typed(script: str) -> str:
-    """Return the path of the running script, or its name alone if the shell finds it."""
+    """Return the command that runs this script again, quoted for a shell: its name alone if the shell finds it."""
+    if script.endswith(".py"):
+        return f"{shlex.quote(sys.executable)} -m gkd.cli"
     folders = os.environ.get("PATH", "").split(os.pathsep)
     found = (os.path.join(folder, "gkd") for folder in folders if os.path.isfile(os.path.join(folder, "gkd")))
-    return "gkd" if next(found, None) == os.path.abspath(script) else script
+    return "gkd" if next(found, None) == os.path.abspath(script) else shlex.quote(script)
 
 
 if __name__ == "__main__":

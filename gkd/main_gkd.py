@@ -10,12 +10,13 @@ import os
 import sys
 import textwrap
 import traceback
+from collections.abc import Iterable
 
 from gkd.api import open_pools
 from gkd.cluster.garbage import collect_garbage_rarely
-from gkd.config.load import load_config, parse_overrides
+from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.config.schema import Config
-from gkd.config.schema_sections import all_keys
+from gkd.config.schema_sections import all_keys, sections
 from gkd.console.summary import Closing
 from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
@@ -82,7 +83,7 @@ def run(config: Config, closing: Closing) -> None:
     with Terminal(config.trainer.progress, config.trainer.run_dir) as terminal, open_pools(config) as pools:
         plan = pools.plan
         trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
-        closing.state = trainer.metrics.state
+        closing.state, closing.device = trainer.metrics.state, plan.device
         with terminal.watching(trainer.metrics.state, pools.teacher_health):
             collect_garbage_rarely()
             trainer.fit()
@@ -92,9 +93,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
         "python -m gkd.main_gkd",
         "On-policy distillation: train a student on its own responses, scored by a teacher.",
-        _keys_help(),
+        f"{_keys_help(all_keys())}\n\nexample:\n  python -m gkd.main_gkd --config mine.yaml actor.optim.lr=1e-3",
+        add_help=False,
     )
-    parser.add_argument("--config", required=True, metavar="X.yaml", help="settings that differ from the defaults")
+    about = "print this and all keys, or the keys of one section, e.g. actor.optim"
+    parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="SECTION", help=about)
+    add_config(parser, "settings that differ from the defaults")
     parser.add_argument(
         "--show-prompts",
         type=int,
@@ -108,13 +112,25 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _keys_help() -> str:
+class _Help(argparse.Action):
+    """Print the help, or that of the keys of a section."""
+
+    def __call__(self, parser: argparse.ArgumentParser, args: object, section: object, flag: str | None = None) -> None:
+        if section is None:
+            parser.print_help()
+        elif names := [name for name in all_keys() if f"{name}.".startswith(f"{section}.")]:
+            print(_keys_help(names))
+        else:
+            parser.error(f"{flag} {section}: there is no such section. Fix: use one of {', '.join(sorted(sections()))}")
+        parser.exit()
+
+
+def _keys_help(names: Iterable[str]) -> str:
     lines = ["keys with type and default:"]
-    for each in all_keys().values():
+    for each in (all_keys()[name] for name in names):
         lines.append(f"  {each.name}: {each.type} = {each.default!r}")
         text = f"{each.key.help} ({limits})" if (limits := each.key.all_limits()) else each.key.help
         lines += textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")
-    lines += ["", "example:", "  python -m gkd.main_gkd --config configs/quickstart_cpu.yaml actor.optim.lr=1e-3"]
     return "\n".join(lines)
 
 

@@ -11,10 +11,12 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,9 @@ _END_S = 5.0  # a process that is killed ends at once, unless it waits for a dis
 EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
 BATCH_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # batch systems send them before they kill a job
 _MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
+_PACKAGE = f"{Path(__file__).parent}/"
+_LIBRARIES = tuple(f"{path}/" for name, path in sysconfig.get_paths().items() if "lib" in name)
+_SHOWN, _LONGEST_TRACE = 300, 4000  # characters of the names of columns, and of a traceback
 _N_BYTES = 16  # bytes of a call's number, int64, and its time, float64
 
 
@@ -146,6 +151,31 @@ def _is_of(pid: int, leader: int, mark: str) -> bool | None:
         return None
     except OSError:  # it has ended, or is another user's
         return False
+
+
+def blame(error: BaseException, row: Iterable[str] = ()) -> str:
+    """Return where code of a user raised an error, and the columns of the row, to follow "raised ValueError: ...".
+
+    Both are left out if they are unknown, as where the call itself fails.
+    """
+    own = _own_frames(error)
+    at = [frame for frame in own if not frame.filename.startswith(_LIBRARIES)][-1:]
+    place = "".join(f", in {frame.filename}:{frame.lineno}: {frame.line}" for frame in at)
+    columns = ", ".join(row)
+    return place + (f". Columns of the row: {columns[:_SHOWN]}" if at and columns else "")
+
+
+def own_traceback(error: BaseException) -> str:
+    """Return the traceback of an error from the code of a user on; empty if that has no part in it."""
+    own = traceback.format_list(_own_frames(error))
+    text = "".join(["Traceback of your code:\n", *own, *traceback.format_exception_only(error)])
+    return text[:_LONGEST_TRACE] if own else ""
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    is_own = [not frame.filename.startswith((*_LIBRARIES, _PACKAGE, "<frozen")) for frame in frames]
+    return list(frames[is_own.index(True) :]) if True in is_own else []
 
 
 def finite_number(value: object) -> float | str:

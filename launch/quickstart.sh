@@ -7,5 +7,9 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 GKD_QUICKSTART_BEGAN="${GKD_QUICKSTART_BEGAN:-$(date +%s)}"
 export GKD_QUICKSTART_BEGAN # so that wall_s includes the installation
-bash launch/setup.sh
-exec "${GKD_VENV:-$root/.venv}/bin/python" -m examples.quickstart "$@"
+python="${GKD_VENV:-$root/.venv}/bin/python"
+case " $* " in # the help installs nothing
+*" --help "* | *" -h "*) [ -x "$python" ] || { sed -n '1d; /^#/!q; s/^# *//p' "$0"; exit 0; } ;;
+*) bash launch/setup.sh ;;
+esac
+exec "$python" -m examples.quickstart "$@"

@@ -6,5 +6,9 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$root"
-bash launch/setup.sh
-exec "${GKD_VENV:-$root/.venv}/bin/python" -m examples.real_model "$@"
+python="${GKD_VENV:-$root/.venv}/bin/python"
+case " $* " in # the help installs nothing
+*" --help "* | *" -h "*) [ -x "$python" ] || { sed -n '1d; /^#/!q; s/^# *//p' "$0"; exit 0; } ;;
+*) bash launch/setup.sh ;;
+esac
+exec "$python" -m examples.real_model "$@"

@@ -81,6 +81,7 @@ class GpuMap(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""  # which rows are not of now
     gpus: tuple[int, ...] = ()  # cluster.gpus, ascending
     ended: bool = False  # the run reached its end; its ranks were stopped
+    stopped: str = ""  # why it ended before: "interrupted", or the name of an error
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gkd.user_code import blame
 from teacher_server.config.declare import Setting, declare
 from teacher_server.config.declare import is_path as is_path  # the server's engines have import paths, too
 
@@ -67,7 +68,7 @@ def import_function(path: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise any error
-        raise ImportError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error
+        raise ImportError(f"{path}: cannot be imported ({type(error).__name__}: {error}{blame(error)})") from error
     if not callable(function):
         raise ImportError(f"{path}: is a {type(function).__name__}, not a function")
     return function

@@ -15,6 +15,7 @@ import io
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -58,15 +59,16 @@ _ENTRIES: dict[str, type] = {
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf has the same one; C permits tabs before a value
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the defaults, updated by a YAML file and then by `key=value` overrides.
+def load_config(path: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the defaults, updated by YAML files, of which later ones win, and then by `key=value` overrides.
 
     Raises:
-        ConfigError: the file is not readable; or it names every unknown key (with what to write instead), every wrong
+        ConfigError: a file is not readable; or it names every unknown key (with what to write instead), every wrong
             type and malformed override, and then also every value outside its limits.
     """
     errors: list[ConfigError] = []
-    sources = [] if path is None else [_as_lists(_read_yaml(path))]
+    paths = [path] if isinstance(path, str | Path) else path or ()
+    sources = [_as_lists(_read_yaml(each)) for each in paths]
     for override in overrides:
         try:
             sources.append(_as_lists(_read_override(override)))
@@ -84,13 +86,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if errors:
         wrong = {error.key for error in errors}
         raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
-    paths = {name: _expanded(name, config.value(name)) for name, each in all_keys().items() if each.key.is_file}
+    named = {name: _expanded(name, config.value(name)) for name, each in all_keys().items() if each.key.is_file}
     routes = dict(config.teacher.routes)
     for name, route in routes.items():
-        own = {key: value for key, value in vars(route).items() if value and f"teacher.{key}" in paths}
+        own = {key: value for key, value in vars(route).items() if value and f"teacher.{key}" in named}
         own = {key: _expanded(f"teacher.routes.{name}.{key}", value) for key, value in own.items()}
         routes[name] = dataclasses.replace(route, **own)
-    return config.with_values({**paths, "teacher.routes": routes})
+    return config.with_values({**named, "teacher.routes": routes})
 
 
 def _expanded(key: str, value: Any) -> Any:
@@ -103,9 +105,22 @@ def _expanded(key: str, value: Any) -> Any:
     return path
 
 
+def add_config(parser: Any, about: str, *, required: bool = True) -> None:
+    """Add `--config`, which may be repeated, to a parser or a group of its arguments."""
+    about = f"{about}; may be repeated, later files win; X.yaml alone is the same"
+    parser.add_argument("--config", action="append", required=required, metavar="X.yaml", help=about)
+
+
 def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line with `key=value` overrides; exits with a hint if an override is written like a flag."""
-    args, unknown = parser.parse_known_intermixed_args(argv)
+    """Parse a command line with `key=value` overrides; exits with a hint if an override is written like a flag.
+
+    A YAML file without a flag is one of `--config`.
+    """
+    words = list[str]()
+    for word in sys.argv[1:] if argv is None else argv:
+        is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-") and "=" not in word
+        words += ["--config", word] if is_file and words[-1:] != ["--config"] else [word]
+    args, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")]  # the others may be their values
         parser.error("\n".join(f"{word}: {_flag_hint(word)}" for word in flags or unknown))
@@ -147,7 +162,9 @@ def _read_yaml(path: str | Path) -> Any:
         text = Path(path).read_text(encoding="utf-8")
         loaded, root = OmegaConf.load(io.StringIO(text)), yaml.compose(text, _LOADER)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise ConfigError("--config", str(path), "no such file.", "give the path of a YAML file.") from error
+        raise ConfigError(
+            "--config", str(path), f"no such file ({Path(path).absolute()}).", "name a YAML file."
+        ) from error
     except PermissionError as error:
         raise ConfigError("--config", str(path), "this user may not read it.", "change its permissions.") from error
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
@@ -184,6 +201,8 @@ def _with_texts(node: yaml.Node | None, value: Any, key: str = "", kind: str = "
     elif isinstance(node, yaml.ScalarNode) and not node.style and not node.tag.endswith(":null"):
         if kind == "str":
             return node.value
+        if kind == "int" and isinstance(value, float) and value.is_integer():
+            return int(value)  # 8.0
         if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(node.value):
             problem = f"YAML reads it as {yaml.safe_load(node.value)}."
             raise ConfigError(key, node.value, problem, "write a decimal number, or put a text into quotes.")

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from gkd.console.numbers import clock, seconds, short
 from gkd.console.state import SCORES, RunState, changed, loss_fields, speed_fields
+from gkd.run import interrupts
 from gkd.spans import SpanRecorder, current_stage, described
 from gkd.types import TeacherHealth
 
@@ -44,6 +45,9 @@ def panel(
     if doing:
         inner = doing[1:] if state is not None and len(doing) > 1 else doing
         rows.add_row("now", _joined(described(inner), seconds(now_s - current_stage(doing).since_s)))
+    name, answer = interrupts.answer()
+    if name:
+        rows.add_row(name, answer, style="bold red")
     return Panel(rows, title=Text(title, style="bold"), title_align="left")
 
 

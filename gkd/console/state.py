@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -62,7 +63,8 @@ class RunState:
             self.tokens += numbers.get("loss/tokens", 0.0)
 
     def _add(self, step: int, numbers: Mapping[str, float]) -> None:
-        found = {key: value for key, value in numbers.items() if key.startswith("eval/") and value is not None}
+        known = {key: value for key, value in numbers.items() if value is not None and not math.isnan(value)}
+        found = {key: value for key, value in known.items() if key.startswith("eval/")}
         if found:  # an evaluation that was interrupted has none, but a time
             self.evaluations.append((step, found))
         self.active_alarms = [key[7:] for key, value in numbers.items() if key.startswith("health/") and value]
@@ -96,7 +98,8 @@ class RunState:
             return 0.0 if left <= 0 else None
         recent_s = sorted(self._recent_s)[:-1] or self._recent_s  # without the warm-up, or an outage
         step_s = fmean(recent_s) + (self.step_s - self._plain_s) / (self.step - self.first_step)
-        return max(0.0, left * step_s - (self._clock() - self._stepped_s))
+        # A step that takes longer than the others, as in an outage of the teacher, does not bring the end nearer.
+        return left * step_s - min(step_s, self._clock() - self._stepped_s)
 
     @property
     def trend(self) -> float | None:
@@ -140,7 +143,9 @@ def changed(key: str, before: float | None, after: float) -> str:
 def loss_fields(state: RunState) -> list[str]:
     """Return loss, KL and its trend."""
     label, kl = kl_of(state.numbers)
-    trend = "" if state.trend is None else f" {max(-9.99, min(9.99, state.trend)):+.0%}"
+    # The alarm compares with the first batch and the trend with the last steps: the two would seem to contradict.
+    no_trend = state.trend is None or "kl_rises" in state.active_alarms
+    trend = "" if no_trend or state.trend is None else f" {max(-9.99, min(9.99, state.trend)):+.0%}"
     loss = f"loss {short(state.numbers['loss/total'])}" if state.numbers.get("loss/tokens") != 0 else "no loss token"
     return [loss] if kl is None else [loss, f"{label} {short(kl)}{trend}"]
 

@@ -20,6 +20,9 @@ from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
 from gkd.run.folder import CHECKPOINTS, EXPORT
 
+# Steps that `gkd split` leaves out at the start of a run (loading, compiling, first caches), and needs after them.
+WARM_UP = 2
+MIN_STEPS = 4
 COMMAND_ENV = "GKD_COMMAND"  # set by launch/train.sh: what the user typed before the arguments
 
 
@@ -64,11 +67,13 @@ def summary(state: RunState) -> list[tuple[str, str]]:
         ("steps", f"{state.step} of {state.total_steps}{resumed}"),
         ("time", seconds(state.elapsed_s) + mean),
         ("tokens trained", count(state.tokens)),
-        ("health alarms", ", ".join(f"{name} ({n} steps)" for name, n in state.alarms.items()) or "none"),
+        ("health alarms", ", ".join(f"{name} ({n} step{'s' * (n > 1)})" for name, n in state.alarms.items()) or "none"),
     ]
     if state.losses:
-        loss = changed("loss/total", fmean(state.losses[:5]), fmean(state.losses[-5:]))
-        rows.append(("loss (mean of 5 steps)", loss))
+        n = max(1, min(5, len(state.losses) // 2))  # the two means have no step in common
+        before = fmean(state.losses[:n]) if len(state.losses) > 1 else None
+        loss = changed("loss/total", before, fmean(state.losses[-n:]))
+        rows.append((f"loss (mean of {n} steps)" if n > 1 else "loss", loss))
     return rows + [(f"validation {SCORES[key]}", changed(key, *values)) for key, values in state.scores().items()]
 
 
@@ -80,12 +85,14 @@ class Closing:
 
     Attributes:
         state: None means the run has not reached its loop.
+        device: that was chosen, "cpu" or "cuda"; empty: none yet.
     """
 
     def __init__(self, config: Config, arguments: Sequence[str]) -> None:
         self._config, self._arguments = config, arguments
         self._root = Path(config.trainer.run_dir)
         self.state: RunState | None = None
+        self.device = ""
 
     def print(self, code: int) -> None:
         """Print the table, red where a number became worse, and the commands, one a line, to stderr.
@@ -109,8 +116,9 @@ class Closing:
         console.print(Text(f"{_TITLES[code]}: {self._root}", "bold"), soft_wrap=True)
         console.print(table)
         console.print(Text("next:", "bold"))
-        for command in commands:  # not wrapped, to copy
-            console.print(Text(f"  {command}"), soft_wrap=True)
+        for command in commands:
+            text = in_rows(command, console.width) if sys.stderr.isatty() else f"  {command}"
+            console.print(Text(text), soft_wrap=True)
 
     def _next_commands(self) -> list[str]:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
@@ -118,4 +126,21 @@ class Closing:
         commands = [serve_command(self._root / EXPORT), f"{python} -m gkd.tools.report {run}"]
         if self._config.trainer.colocate or self._config.derived.teacher_pool:
             return [*commands, f"{python} -m gkd.tools.memory --config {run}/config.yaml"]
-        return [*commands, f"{python} -m gkd.tools.split {run}"]
+        return [*commands, f"{python} -m gkd.tools.split {run}"] if self._has_split() else commands
+
+    def _has_split(self) -> bool:
+        """Return whether the run has what `gkd split` measures; on the CPU there is no GPU to split."""
+        if self.state is None or self.device != "cuda" or self._config.trainer.replay:
+            return False
+        n_steps = self.state.step - self.state.first_step
+        n_evaluated = sum(step > self.state.first_step for step, _ in self.state.evaluations)
+        return n_steps - n_evaluated >= WARM_UP + MIN_STEPS + self._config.trainer.staleness_bound
+
+
+def in_rows(command: str, width: int) -> str:
+    """Return a command in rows of a terminal, which end between words and with a backslash, for a shell to join."""
+    first, *words = map(shlex.quote, shlex.split(command))
+    rows = [f"  {first}"]
+    for word in words:
+        rows[-1:] = [f"{rows[-1]} {word}"] if len(rows[-1]) + len(word) < width - 3 else [rows[-1], f"    {word}"]
+    return " \\\n".join(rows)

@@ -11,11 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO, cast
 
-from rich.console import Console
+from rich.ansi import AnsiDecoder
+from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from gkd.console.panel import FIRST_WARNING_S, panel
 from gkd.console.state import RunState
@@ -30,6 +32,9 @@ PANEL, LINES, OFF = "panel", "lines", "off"
 _TICK_S = 0.5
 _PROBE_S = 5.0  # between requests of the teacher's health
 _JOIN_S = 3.0  # a request of the teacher's health may take 2 s
+# One thread at a time draws: rich finds the first row of the panel, and writes later. A panel of another height that is
+# drawn between the two would let it paint over printed lines.
+_DRAWING = threading.RLock()
 _HEARTBEAT = {"is_heartbeat": True}  # `extra` of the records that do not end a silence
 
 
@@ -54,13 +59,17 @@ class Terminal:
         self._heartbeat = Heartbeat(doing.clock)  # as a log handler it sees when the run is silent
         self._handlers: list[logging.StreamHandler[TextIO]] = []
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+        self._threads = [threading.Thread(target=self._repeat, args=(self.tick,), daemon=True)]
+        self._screen = Console(file=self.stream, force_terminal=True)
+        self._redirected = ExitStack()
         self._live = Live(
-            console=Console(file=self.stream, force_terminal=True),
-            refresh_per_second=2,
+            console=self._screen,
+            auto_refresh=False,  # its thread would not take `_DRAWING`
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # not one that the shell writes to a file
-            get_renderable=lambda: panel(title, self._state, doing, self._teacher.health, self._began_s),
+            redirect_stdout=False,
+            redirect_stderr=False,
+            # The empty row takes the echo of Ctrl-C, which behind the panel's last column would begin another row.
+            get_renderable=lambda: Group(panel(title, self._state, doing, self._teacher.health, self._began_s), ""),
         )
 
     @contextmanager
@@ -83,26 +92,41 @@ class Terminal:
             for handler in self._handlers:
                 handler.addFilter(_is_no_step_line)
         if self.mode == PANEL:
-            self._live.start(refresh=True)  # replaces sys.stderr
+            self._redirected.enter_context(redirect_stderr(self._above(self.stream)))
+            if sys.stdout.isatty():  # not one that the shell writes to a file
+                self._redirected.enter_context(redirect_stdout(self._above(sys.stdout)))
+            with _DRAWING:
+                self._live.start(refresh=True)
             for handler in self._handlers:
                 handler.setStream(sys.stderr)
-        if self.mode != OFF:
-            self._thread.start()
+            self._threads.append(threading.Thread(target=self._repeat, args=(self._draw,), daemon=True))
+        for thread in self._threads if self.mode != OFF else ():
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(_JOIN_S)
-        self._live.stop()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_JOIN_S)
+        with _DRAWING:
+            self._redirected.close()
+            self._live.stop()
         for handler in self._handlers:
             handler.setStream(self.stream)
             handler.removeFilter(_is_no_step_line)
         logging.getLogger("gkd").removeHandler(self._heartbeat)
 
-    def _run(self) -> None:
+    def _above(self, stream: TextIO) -> TextIO:
+        return cast(TextIO, _Above(self._screen, stream))
+
+    def _repeat(self, work: Callable[[], None]) -> None:
         while not self._ended.wait(_TICK_S):
-            self.tick()
+            work()
+
+    def _draw(self) -> None:
+        with _DRAWING:
+            self._live.refresh()
 
     def tick(self) -> None:
         """Ask for the teacher's health where that is due, and without a panel log a heartbeat."""
@@ -113,6 +137,33 @@ class Terminal:
                 self._teacher.add(health)
         if self.mode == LINES and (line := self._heartbeat.line(self._doing.now)):
             log.info("%s", line, extra=_HEARTBEAT)
+
+
+class _Above:
+    """Standard output or error while the panel is shown: whole lines, each put together by the thread that prints it.
+
+    The proxy of rich has one buffer for all threads, in which they lose parts of lines.
+    """
+
+    def __init__(self, screen: Console, stream: TextIO) -> None:
+        self._screen, self._stream = screen, stream
+        self._begun = threading.local()
+
+    def __getattr__(self, name: str) -> Any:  # encoding, isatty and the like
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        lines, end, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
+        self._begun.text = rest
+        if end:
+            above = Text("\n").join(map(AnsiDecoder().decode_line, lines.split("\n")))
+            with _DRAWING:
+                self._screen.print(above)
+        return len(text)
+
+    def flush(self) -> None:
+        if getattr(self._begun, "text", ""):
+            self.write("\n")
 
 
 def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:

@@ -79,7 +79,8 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise ConfigError(key, path, "no such folder.", "use a local folder in Hugging Face format.")
+        problem = f"no such folder ({Path(path).absolute()})."
+        raise ConfigError(key, path, problem, "use a local folder in Hugging Face format.")
     try:
         made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         add_template(made, Path(path))
@@ -133,7 +134,7 @@ def load_prompts(
                 dropped += 1
                 continue
             if not prompts:
-                log.info("%s: the first prompt has %d tokens: %r", key, len(prompt.ids), prompt.text[:_SHOWN])
+                log.info("%s: the first prompt has %d tokens: %.*s", key, len(prompt.ids), _SHOWN, prompt.text)
             response, own = reader.response(read, row, where)
             prompts.append(
                 Prompt(

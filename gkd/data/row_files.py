@@ -35,7 +35,8 @@ def read_rows(file: str, key: str, reads: Callable[[str], bool] | None = None) -
     """
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(key, file, "no such file.", "use the path of a .jsonl or .parquet file.")
+        problem = f"no such file ({path.absolute()})."
+        raise ConfigError(key, file, problem, "use the path of a .jsonl or .parquet file.")
     if not os.access(path, os.R_OK):
         raise ConfigError(key, file, "this user may not read it.", "change its permissions.")
     if path.suffix == ".parquet":

@@ -36,13 +36,13 @@ from gkd.environment.form import Fault, checked_messages, checked_reward, encoda
 from gkd.environment.tools import ToolEnvironment
 from gkd.errors import EnvironmentError
 from gkd.log import get_logger
-from gkd.user_code import Progress, end_with_parent
+from gkd.user_code import Progress, blame, end_with_parent, own_traceback
 
 MAX_LINE = 2**26  # a call has a row of the data and a turn
 _BEAT_S = 0.5
 _N_THREADS = 256  # threads of asyncio.to_thread; those whose calls never end are lost until the process ends
 
-log = get_logger(__name__)
+log = get_logger("environment")
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -100,7 +100,8 @@ class Server:
     def __init__(self, kind: type[Any], start: Start, send: Callable[[Answer], None]) -> None:
         self._kind, self._start, self._send = kind, start, send
         self._open: dict[int, Any] = {}  # objects by trajectory
-        self._rows: dict[int, str] = {}  # file and line of their rows
+        self._rows: dict[int, tuple[str, tuple[str, ...]]] = {}  # file and line of their rows, and the columns
+        self._shown: set[str] = set()  # places whose traceback is in the log
         self._steps: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -136,7 +137,8 @@ class Server:
             await self._end(Call(key))
 
     async def _make(self, call: Call) -> None:
-        self._rows[call.key], row = decode_row(base64.b64decode(call.row))
+        where, row = decode_row(base64.b64decode(call.row))
+        self._rows[call.key] = (where, tuple(row))
         self._open[call.key] = self._kind(row, call.seed)
 
     async def _end(self, call: Call) -> None:
@@ -173,7 +175,14 @@ class Server:
         raise Fault(f"{name} took longer than {limit}. Fix: correct it, or raise rollout.environment_timeout_s")
 
     def _text(self, key: int, fault: Fault) -> str:
-        return encodable(f"{self._start.path}, row {self._rows.get(key, '?')}: {fault}")
+        where, columns = self._rows.get(key, ("?", ()))
+        text = str(fault)
+        if (error := fault.__cause__) is not None:
+            text += blame(error, columns)
+            if (place := blame(error)) and place not in self._shown:  # once: other trajectories repeat it
+                self._shown.add(place)
+                log.warning("%s", encodable(own_traceback(error)))
+        return encodable(f"{self._start.path}, row {where}: {text}")
 
     def _forget(self, key: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -64,6 +64,9 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
 
 def read_config_json(path: str | Path, key: str) -> dict[str, Any]:
     """Return the content of the folder's config.json. Raises ConfigError naming `key` if it cannot be read."""
+    if not Path(path).is_dir():
+        fix = "give a complete model folder, or a model's name on the hub."
+        raise ConfigError(key, str(path), f"no such folder ({Path(path).absolute()}).", fix)
     try:
         return read_json(Path(path) / "config.json")
     except ModelError as error:
@@ -144,7 +147,7 @@ def checked_folder(key: str, path: str) -> Iterator[None]:
     """
     if not Path(path).is_dir():
         fix = "give a local folder in Hugging Face format; `hf download NAME --local-dir FOLDER` makes one."
-        raise ConfigError(key, path, "no such folder.", fix)
+        raise ConfigError(key, path, f"no such folder ({Path(path).absolute()}).", fix)
     try:
         check_folder(Path(path), full_precision=True)
         yield

@@ -165,7 +165,10 @@ class RunMetrics:
     def log_memory(self) -> None:
         """Log the memory of what came after the last line, the last save and the export, and write its spans."""
         if numbers := self._memory(StepMetrics(self._total_steps, self._spans), last=True):
-            log.info("after the last step: %s", "  ".join(f"{k} {v:.3g}" for k, v in sorted(numbers.items())))
+            log.info(
+                "after the last step: %s",
+                "  ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in sorted(numbers.items())),
+            )
         self._spans.end()
 
     def sync(self) -> None:

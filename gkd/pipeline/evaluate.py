@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import comb
+from math import comb, isnan
 
 import numpy as np
 
 from gkd.config.schema import Config
 from gkd.config.schema_sections import NO_METRIC
+from gkd.console.state import SCORES
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.metrics.token_groups import evaluation_numbers
@@ -134,7 +135,9 @@ class Evaluator:
             self._metrics.exclude_evaluation(overlapped=overlapped)
         m.add(numbers)
         self._evaluated(step, numbers)
-        log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
+        names = {key: SCORES.get(key) or key.removeprefix("eval/").replace("_", " ") for key in numbers}
+        shown = "  ".join(f"{names[key]} {value:.4g}" for key, value in numbers.items() if not isnan(value))
+        log.info("step %d: validation: %s", step, shown)
 
     def _greedy(self) -> GreedyReport | None:
         """Generate greedily and judge with eval.metric. Return None if there is no metric."""

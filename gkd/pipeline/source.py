@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from gkd.roles import RolloutRole, ScoringRole
 from gkd.run.checkpoints import TrainerState
+from gkd.spans import driver
 from gkd.types import InFlight, PendingScores, Prompt
 
 T = TypeVar("T")
@@ -104,7 +105,11 @@ def generate_and_score(
     if on_policy:
         chosen = [prompts[i] for i in on_policy]
         generated = rollout.generate(chosen, prompt_indices=on_policy, n=n, temperature=temperature, seed=seed)
-        pending += [scoring.submit(chunk) for chunk in generated]
+        n_done = 0
+        with driver.doing("generating", n * len(on_policy)):
+            for chunk in generated:
+                pending.append(scoring.submit(chunk))
+                driver.done(n_done := n_done + chunk.n_sequences)
     return pending
 
 

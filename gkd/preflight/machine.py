@@ -48,6 +48,8 @@ def resolve_device(config: Config) -> str:
             _check_adapter_dtype(config)
         return wanted
     device = wanted if wanted != "auto" else "cuda" if n_gpus else "cpu"
+    if device == "cpu" and config.model.dtype == "bfloat16" and "bf16" not in Path("/proc/cpuinfo").read_text():
+        log.warning("this CPU computes bfloat16 without units for it, several times slower: set model.dtype=float32")
     if device == "cpu" and n_gpus:
         problem = "this environment has the CUDA builds of torch and vLLM, and they see GPUs."
         fix = "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu."

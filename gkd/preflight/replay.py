@@ -41,7 +41,7 @@ def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -
     if folder.resolve() == (Path(config.trainer.run_dir) / BATCHES).resolve():
         raise config.error("trainer.replay", "this run writes its own batches there.", fix)
     if not folder.is_dir():
-        raise config.error("trainer.replay", "no such folder.", fix)
+        raise config.error("trainer.replay", f"no such folder ({folder.absolute()}).", fix)
     steps = range(1, total_steps + 1)
     there = [step for step in steps if (folder / step_folder(step)).is_dir()]
     missing = [step for step in range(there[0] if there else 1, total_steps + 1) if step not in set(there)]

@@ -32,7 +32,7 @@ STOP_S = 30.0  # stopping all processes takes seconds
 AGAIN_S = 2.0  # signals that come sooner than this after the first one are copies of it
 
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS)
-_NOTICE = "interrupted: the last step is finished and saved, within %.0f s; a second Ctrl-C stops without saving"
+_NAMES = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGALRM): "time limit"}
 
 
 class _State:
@@ -41,6 +41,7 @@ class _State:
     received_s: float | None = None  # clock at the first signal in the loop
     between_steps = False  # KeyboardInterrupt was raised in an `interruptible` block
     requested = False  # any signal has come
+    answer = ("", "")  # the last signal, and what it leads to
     stopping_s: float | None = None  # clock when the processes began to stop
     terminals: tuple[int, ...] = ()  # file descriptors (1, 2) that were a terminal at `install`
 
@@ -98,6 +99,11 @@ def requested() -> bool:
     return _state.requested
 
 
+def answer() -> tuple[str, str]:
+    """Return the name of the last signal and what it leads to; empty texts if none has come."""
+    return _state.answer
+
+
 def ignore_signals() -> None:
     """Ignore further signals for STOP_S: this process is stopping all that it has started."""
     signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -119,13 +125,21 @@ def _receive(number: int, _: FrameType | None) -> None:
     if not _state.in_loop or _state.received_s is not None:
         _state.between_steps = False
         ignore_signals()
+        _say(number, "stopping all processes" + " without saving" * _state.in_loop)
         raise KeyboardInterrupt
     _state.received_s = now_s
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    # The handler may have interrupted the logger, or the panel that it prints through: another thread waits for them.
-    threading.Thread(target=log.warning, args=(_NOTICE, LIMIT_S), daemon=True).start()
+    doing = "saving the last step" if _state.may_stop else "finishing the step, then saving"
+    _say(number, f"{doing}; Ctrl-C again: stop without saving", f" (at the latest after {LIMIT_S:.0f} s)")
     if _state.may_stop:
         _stop_between_steps()
+
+
+def _say(number: int, answer: str, limit: str = "") -> None:
+    name = _NAMES.get(number) or signal.Signals(number).name
+    _state.answer = (name, answer)
+    # The handler may have interrupted the logger, or the panel that it prints through: another thread waits for them.
+    threading.Thread(target=log.warning, args=("%s: %s%s", name, answer, limit), daemon=True).start()
 
 
 def _leave_terminal() -> None:

@@ -119,7 +119,7 @@ def named_checkpoint(config: Config) -> Path | None:
     resume = config.trainer.resume
     if resume in ("auto", "never"):
         return None
-    problem = "there is no such folder, and it is neither auto nor never."
+    problem = f"there is no folder {os.path.abspath(resume)}, and it is neither auto nor never."
     if os.path.isdir(resume):
         folder = Path(resume).absolute()  # its run is above it by name: checkpoints/ may be a link to another disk
         folder = folder if step_of(folder) is not None else folder.resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from gkd.data.row_files import RowTable
 from gkd.log import get_logger
 from gkd.roles import Computation, Roles, ScoringRole
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, student_tokenizer
+from gkd.scoring.reward.worker import UNKNOWN
 from gkd.types import FileDigest, PendingScores, Prompt, Recording, Rollout, RolloutChunk, Sample, ScoredChunk
 
 log = get_logger("reward")
@@ -52,6 +54,7 @@ class JudgedScoring:
     ) -> None:
         self._inner, self._endpoints, self._timeout_s = inner, list(endpoints), timeout_s
         self._prompts, self._n_functions, self._advantages = prompts, n_functions, advantages
+        self._logged: set[str] = set()  # reasons of unknown values
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         return self._judged(self._inner.submit(chunk))
@@ -71,7 +74,6 @@ class JudgedScoring:
             if p.rewards is not None:
                 chunk = replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
             batch.append(chunk)
-        _warn(np.concatenate([np.zeros(0), *(chunk.rewards.ravel() for chunk in batch if chunk.rewards is not None)]))
         return self._advantages(batch)
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
@@ -93,7 +95,7 @@ class JudgedScoring:
     def judge(self, samples: Sequence[Sample]) -> Sequence[float]:
         """Return the value of each greedy response; blocks. An undecided one counts as the worst, and as 0 at most.
 
-        Raises as `collect`.
+        All are NaN if none is known. Raises as `collect`.
         """
         shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
         refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
@@ -101,7 +103,9 @@ class JudgedScoring:
         found = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
             values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
-        _warn(values)
+        values = self._known(values)
+        if np.isnan(values).all():
+            return values.tolist()
         worst = min([0.0, *values[~np.isnan(values)].tolist()])
         decided: list[float] = np.where(np.isnan(values), worst, values).tolist()
         return decided
@@ -118,14 +122,17 @@ class JudgedScoring:
     def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
         """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64; NaN: undecided."""
         values, at = np.frombuffer(data, "<f8").reshape(-1, self._n_functions), rollouts.sequence_indices
-        return values if at is None else values[at]
+        return self._known(values if at is None else values[at])
 
-
-def _warn(values: np.ndarray) -> None:
-    """Log the number of unknown values, see `Undecided`."""
-    if n := int(np.isnan(values).sum()):
-        text = "%d of %d values are unknown: math_verify reached its time limit, or an environment failed"
-        log.warning(text, n, values.size)
+    def _known(self, values: np.ndarray) -> np.ndarray:
+        """Return values with NaN for those that are unknown, and log each reason when it first applies."""
+        for reason, number in UNKNOWN.items():
+            n = int((np.isnan(values) if math.isnan(number) else values == number).sum())
+            if n and reason not in self._logged:
+                self._logged.add(reason)
+                text = "%d of %d %s values are unknown: %s (later ones: reward/undecided)"
+                log.warning(text, n, values.size, self._prompts, reason)
+        return np.where(np.isfinite(values), values, np.nan)
 
 
 def workers_per_endpoint(config: Config, dp_size: int) -> int:

@@ -74,8 +74,8 @@ def record_restart(folder: RunFolder, row: RankPlacement) -> None:
         folder.write_places(structs.replace(table, rows=rows).to_json())
 
 
-def record_end(folder: RunFolder) -> None:
-    """Note that the run has reached its end. Raises CheckpointError."""
+def record_end(folder: RunFolder, stopped: str = "") -> None:
+    """Note that the run has reached its end, or why it stopped before. Raises CheckpointError."""
     with _CHANGING:
         table = gpu_map_from_json(folder.read_places(), str(folder.root))
-        folder.write_places(structs.replace(table, ended=True).to_json())
+        folder.write_places(structs.replace(table, ended=not stopped, stopped=stopped).to_json())

@@ -69,9 +69,16 @@ def started_roles(plan: Plan, *, engines_sleep: bool = False) -> Iterator[Roles]
             with driver.doing("start-up"), startup:
                 roles, restarts = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT], ending, engines_sleep)
             log.info("all ranks are ready")
-            with restarts:
-                yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
-            attempt("recording the end of the run", lambda: record_end(plan.folder))
+            stopped = "interrupted"
+            try:
+                with restarts:
+                    yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
+                stopped = ""
+            except Exception as error:
+                stopped = type(error).__name__
+                raise
+            finally:
+                attempt("recording the end of the run", lambda: record_end(plan.folder, stopped))
         except RankTimeout as error:
             if error.diagnosed:
                 raise

@@ -21,9 +21,14 @@ def exit_codes(*refused: type[Exception]) -> Callable[[Callable[P, int]], Callab
             try:
                 return main(*args, **kwargs)
             except (GkdError, OSError) as error:
-                kind = "config error" if isinstance(error, ConfigError) else type(error).__name__
-                print(f"{kind}: {error}", file=sys.stderr)
+                is_config = isinstance(error, ConfigError)
+                kind = "config error" if is_config else type(error).__name__
+                for line in str(error).splitlines() if is_config else [error]:
+                    print(f"{kind}: {line}", file=sys.stderr)
                 return 2 if isinstance(error, refused) else 1
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                return 130
 
         return run
 

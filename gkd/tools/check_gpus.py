@@ -21,9 +21,11 @@ from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, GpuMap, RankPlaceme
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.config.check import check_config
-from gkd.config.load import load_config, parse_overrides
+from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.config.schema import Config
+from gkd.console.terminal import LINES, Terminal
 from gkd.errors import ClusterError, ConfigError
+from gkd.spans import driver
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
@@ -41,7 +43,8 @@ teacher is one of them), or no pools, or a rank of the run has ended; 2 invalid 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    table = check_running(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
+    with Terminal(LINES, ""):  # tells every 5 s what it does
+        table = check_running(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
     print(table.to_json().decode() if args.json else table.text(), flush=True)
     return 1 if table.findings else 0
 
@@ -52,19 +55,23 @@ def check(config: Config) -> GpuMap:
     Raises ConfigError: a setting is invalid, or GPUs are missing; ClusterError: Ray does not start, or has too few.
     """
     check_config(config)
-    # Imported here: an invalid setting is reported before torch is imported.
-    from gkd.preflight.machine import resolve_device
-    from gkd.preflight.run import check_ray_installed
+    with driver.doing("importing torch and Ray"):
+        # Imported here: an invalid setting is reported before torch is imported.
+        from gkd.preflight.machine import resolve_device
+        from gkd.preflight.run import check_ray_installed
 
-    check_ray_installed()
-    from gkd.scoring.teacher.gpus import teacher_rows, with_own_gpus
-    from gkd.start.gpu_map import PlacementProbe, make_gpu_map
-    from gkd.start.pools import make_cluster, make_pools, worker_env
+        check_ray_installed()
+        from gkd.scoring.teacher.gpus import teacher_rows, with_own_gpus
+        from gkd.start.gpu_map import PlacementProbe, make_gpu_map
+        from gkd.start.pools import make_cluster, make_pools, worker_env
 
-    device = resolve_device(config)
-    config = with_own_gpus(config, device, teacher_rows(config.derived.routes)[0])
+        device = resolve_device(config)
+    with driver.doing("asking the teacher for its GPUs"):
+        config = with_own_gpus(config, device, teacher_rows(config.derived.routes)[0])
     on_cpu = device == "cpu"
-    with closing(make_cluster(config, on_cpu=on_cpu)) as cluster:
+    with driver.doing("starting Ray"):
+        cluster = make_cluster(config, on_cpu=on_cpu)
+    with closing(cluster), driver.doing("reserving the pools"):
         calls: dict[str, Any] = {}
         for name, pool in make_pools(cluster, config, min(_POOL_S, config.trainer.init_timeout_s)).items():
             workers = pool.named(pool.spawn(PlacementProbe, worker_env(on_cpu)))
@@ -128,7 +135,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     about = "Report which rank is, or would be, on which GPU, and find problems of the placement."
     parser = command_parser("python -m gkd.tools.check_gpus", about, _EXAMPLES)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", metavar="X.yaml", help="settings of a training run to be started")
+    add_config(which, "settings of a training run to be started", required=False)
     which.add_argument("--running", metavar="RUN_DIR", help="run folder of a running job")
     parser.add_argument("--json", action="store_true", help="print one JSON object, as in gpus.json of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override settings of the file")

@@ -16,7 +16,7 @@ from pathlib import Path
 from gkd.cluster.gpus import gpu_memory_bytes
 from gkd.cluster.host import host_memory_bytes
 from gkd.config.check import check_config
-from gkd.config.load import load_config, parse_overrides
+from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.errors import GkdError
 from gkd.hf.model_folder import read_model_folder
 from gkd.memory.footprint.estimate import read_models, scores_gib
@@ -49,9 +49,11 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if problems else 0
     print(table(case), *(f"TOO LARGE {problem}" for problem in problems), sep="\n")
     if case.gpu_bytes is None:
-        print("no GPU to compare with: give its memory with --gpu-gib")
+        auto = "; trainer.device=auto counts as cuda" if case.config.trainer.device == "auto" else ""
+        print(f"no GPU to compare with: give its memory with --gpu-gib{auto}")
     if problems:
-        command = shlex.join(["python", "-m", "gkd.main_gkd", "--config", args.config, *args.overrides])
+        words = [word for path in args.config for word in ("--config", path)]
+        command = shlex.join(["python", "-m", "gkd.main_gkd", *words, *args.overrides])
         print(*remedy_lines(case, command), sep="\n")
     if case.config.teacher.signal == "hidden" and case.models.teacher_hidden is None:
         print("not counted: the teacher's LM head on the actor's ranks; name the teacher's folder with --teacher")
@@ -82,7 +84,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "Predict the memory of each rank of a training by part, and compare it with a GPU.",
         _EXAMPLES,
     )
-    parser.add_argument("--config", required=True, metavar="X.yaml", help="the settings of the training")
+    add_config(parser, "the settings of the training")
     parser.add_argument("--gpu-gib", type=float, metavar="80", help="GiB of a GPU; default: the smallest of this host")
     parser.add_argument(
         "--host-gib", type=float, metavar="512", help="GiB of a host; default: of this host, if its GPUs are compared"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from gkd.config.load import load_config, parse_overrides
+from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.console.numbers import clock, count
 from gkd.data.chunks import dataset_rollouts
 from gkd.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -111,7 +111,7 @@ def _check_kept(store: ScoreStore, keys: Collection[bytes]) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     description = "Score each dataset response of a run once, into teacher.store. A run over it then asks no teacher."
     parser = command_parser("python -m gkd.tools.score", description, _EXAMPLES)
-    parser.add_argument("--config", required=True, metavar="X.yaml", help="settings of the run, as for gkd train")
+    add_config(parser, "settings of the run, as for gkd train")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     return parse_overrides(parser, argv)
 

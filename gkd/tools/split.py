@@ -22,6 +22,7 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import AHEAD
 from gkd.console.state import plain_s
+from gkd.console.summary import MIN_STEPS, WARM_UP
 from gkd.errors import ConfigError
 from gkd.metrics.span_file import read_spans
 from gkd.spans import Phase
@@ -29,8 +30,6 @@ from gkd.tools import exit_codes
 from gkd.tools.report.read import Run, read_runs
 from teacher_server.config.command import command_parser
 
-WARM_UP = 2  # first steps, which are left out: loading, compiling and first caches
-_MIN_STEPS = 4  # after them
 _SHOWN = 3  # splits
 _WAITS = ("rollout", "teacher", "reference", "train")  # stages in which the loop waits for a pool
 _ENGINE, _FROZEN = (Phase.GENERATE.span,), (Phase.REFERENCE.span, Phase.LOGPROBS.span)
@@ -129,9 +128,9 @@ def steps_of(run: Run, config: Config) -> Sequence[Mapping[str, float]]:
     trained = [line for line in lines if "loss/total" in line and line["time/unix_s"] > begun_s]
     # Prefetching engines have nothing left to do in the last steps.
     found = [line for line in trained[WARM_UP : len(trained) - ahead] if "time/eval_s" not in line]
-    if len(found) < _MIN_STEPS:
+    if len(found) < MIN_STEPS:
         problem = f"{len(found)} steps since its last start can be measured: not the first, last and evaluated ones."
-        fix = f"let it make {WARM_UP + _MIN_STEPS + ahead} steps without an evaluation."
+        fix = f"let it make {WARM_UP + MIN_STEPS + ahead} steps without an evaluation."
         raise ConfigError("RUN", str(run.root), problem, fix)
     return found
 

@@ -173,7 +173,8 @@ _SHORT = 12  # digits of a fingerprint that are shown; --json has all of them
 
 def status_table(endpoint: str, status: ServerStatus) -> str:
     """Return totals, teachers, workers and excluded workers; columns are as wide as their longest cell."""
-    state = "draining" if status.draining else "serving"
+    has_all = all(teacher.n_workers for teacher in status.teachers)
+    state = "draining" if status.draining else "serving" if has_all else "waiting for workers"
     errors = ", ".join(f"{count} {code}" for code, count in sorted(status.n_errors.items())) or "none"
     lines = [
         f"{endpoint}  {state}  up {_duration(status.uptime_s)}  server process {status.epoch[:8]}",

@@ -40,6 +40,7 @@ from teacher_server.worker.model_folder import inspect_model_folder
 log = logging.getLogger(__name__)
 
 _CHECK_S = 0.1  # time between two checks, and so the largest delay of a signal
+_SAY_S = 5.0  # between two lines about workers that load
 _DRAIN_END_S = 1.0  # time after a drain in which clients and `drain --wait` learn that no request is left
 _EXAMPLES = """commands, each with its own --help:
   serve (or nothing)   run the server: this help
@@ -158,7 +159,8 @@ class Server:
 
     def run(self) -> None:
         """Run until a signal or the end of a drain."""
-        started_s, ready, draining, drained_s = time.monotonic(), False, False, float("inf")
+        started_s = said_s = time.monotonic()
+        ready, draining, drained_s = False, False, float("inf")
         while not self._signals.stop:
             time.sleep(_CHECK_S)
             self._supervisor.check()
@@ -166,6 +168,9 @@ class Server:
                 ready = True
                 log.info("ready after %.1f s", time.monotonic() - started_s)
                 self._announce()
+            if not ready and (now_s := time.monotonic()) - said_s >= _SAY_S:
+                said_s, n = now_s, self._supervisor.n_loading
+                log.info("loading for %.0f s; workers that are not ready: %d", now_s - started_s, n)
             if self._signals.drain and not draining:
                 draining = True
                 log.info("SIGUSR1: draining")
@@ -179,7 +184,7 @@ class Server:
 
     def _is_ready(self) -> bool:
         """Return whether all local workers have loaded and each teacher has at least one worker."""
-        return self._supervisor.all_ready and all(t.n_workers for t in self._broker.snapshot().teachers)
+        return not self._supervisor.n_loading and all(t.n_workers for t in self._broker.snapshot().teachers)
 
     def _announce(self) -> None:
         """Print the ready line and the status command on stdout, and write the ready file atomically."""

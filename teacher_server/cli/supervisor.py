@@ -108,8 +108,8 @@ class Supervisor:
         return [slot.process.pid for slot in self._slots if not slot.left]
 
     @property
-    def all_ready(self) -> bool:
-        return all(slot.ready_s is not None or slot.dismissed or slot.left for slot in self._slots)
+    def n_loading(self) -> int:
+        return sum(slot.ready_s is None and not slot.dismissed and not slot.left for slot in self._slots)
 
     def check(self) -> None:
         """Process the broker's events and restart dead workers. Call it a few times per second.

@@ -89,7 +89,7 @@ class HubName:
 
         hub, kind = constants.ENDPOINT, "dataset" if self.file else "model"
         page = f"{hub}/{'datasets/' if self.file else ''}{self.repo}"
-        absent = "" if self.file else "no local folder has this path, and "
+        absent = "" if self.file else f"no folder {Path(str(self)).absolute()}, and "
         text = next(iter(str(error).splitlines()), "")
         cause = error.__cause__
         if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code < 500:

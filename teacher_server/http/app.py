@@ -79,7 +79,7 @@ class App:
             return Response(b"".join(as_message(*answer) for answer in answers), media_type=MEDIA_TYPE)
         answers = await self._teachers.score_all(teacher, question.wanted, "fp32")
         scores = [unpack_topk(*answer) for answer in answers]
-        return StreamingResponse(question.write(scores), media_type="application/json")
+        return StreamingResponse(question.write(scores, teacher.name), media_type="application/json")
 
     async def _models(self, request: Request) -> Response:
         try:

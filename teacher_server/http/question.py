@@ -59,7 +59,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request: the teacher, the sequences, and a function that yields the JSON of the answer in pieces.
+    """A request: the teacher, the sequences, and a function of scores and the teacher's name that yields the JSON.
 
     Raises:
         Refusal: the answer would be too large.
@@ -67,7 +67,7 @@ class Question:
 
     model: str  # name of a teacher or its model; may be empty if there is only one
     wanted: Sequence[Wanted]
-    write: Callable[[Sequence[TopKScores]], Iterator[bytes]]
+    write: Callable[[Sequence[TopKScores], str], Iterator[bytes]]  # in pieces
 
     def __post_init__(self) -> None:
         n_entries = sum((len(each.ids) - each.start) * each.depth for each in self.wanted)

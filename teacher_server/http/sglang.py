@@ -69,7 +69,7 @@ def _read(body: bytes) -> Question:
         raise Refusal(400, f"logprob_start_len = {start} with {last + 2} tokens: no row is left. Fix: 0 to {last}.")
     wanted = [Wanted("top_logprobs_num", ids, start + 1, asked.top_logprobs_num) for ids in sequences]
 
-    def write(scores: Sequence[TopKScores]) -> Iterator[bytes]:
+    def write(scores: Sequence[TopKScores], _: str) -> Iterator[bytes]:
         tables = [_tables(each, found) for each, found in zip(wanted, scores, strict=True)]
         shells = []
         for each, own in zip(wanted, tables, strict=True):

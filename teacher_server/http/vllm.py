@@ -81,14 +81,14 @@ def _read_completions(body: bytes) -> Question:
     asked = _completions.decode(body)
     wanted = [_wanted(ids, asked) for ids in sequences_of("prompt", asked.prompt)]
 
-    def write(scores: Sequence[TopKScores]) -> Iterator[bytes]:
+    def write(scores: Sequence[TopKScores], name: str) -> Iterator[bytes]:
         n_tokens = sum(len(each.ids) for each in wanted)
         choice = {"text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None, "prompt_logprobs": HOLE}
         shell = {
             "id": f"cmpl-{time.time_ns():x}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": asked.model or "",
+            "model": asked.model or name,
             "choices": [{"index": index, **choice} for index in range(len(scores))],
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens, "completion_tokens": 0},
         }
@@ -103,7 +103,7 @@ def _read_generate(body: bytes) -> Question:
         setattr(asked.sampling_params, name, getattr(asked, name))
     (wanted,) = (_wanted(ids, asked.sampling_params) for ids in sequences_of("token_ids", [asked.token_ids]))
 
-    def write(scores: Sequence[TopKScores]) -> Iterator[bytes]:
+    def write(scores: Sequence[TopKScores], _: str) -> Iterator[bytes]:
         choice = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "length"}
         request_id = asked.request_id or f"{time.time_ns():x}"
         shell = {"request_id": request_id, "choices": [choice], "prompt_logprobs": HOLE}

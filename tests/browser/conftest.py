@@ -35,7 +35,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
             wrong.append(f"request: {request.url}")
 
     def opened(file: Path, **options: Any) -> Page:
-        context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True, **options)
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}, "offline": True} | options))
         contexts.append(context)
         page = context.new_page()
         page.on("request", on_request)

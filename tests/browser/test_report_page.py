@@ -102,6 +102,18 @@ def test_any_key_can_be_drawn_with_its_meaning(run: Path, single: Path, open_pag
     assert page.evaluate(code) == pytest.approx(12 * 10 / 3600, rel=1e-3)
 
 
+def test_buttons_need_a_mouse_and_a_ratio_has_no_unit(single: Path, open_page: Open) -> None:
+    """Fails if Plotly's buttons lie over the newest points without a mouse, or an axis is named "1"; or a table makes
+    the page of a phone scroll sideways.
+    """
+    page = open_page(single)
+    assert page.evaluate("SETTINGS.displayModeBar") == "hover"
+    assert "1" not in page.evaluate("DATA.sections.flatMap(s => s.charts.map(c => c.unit))")
+    page = open_page(single, has_touch=True, is_mobile=True, viewport={"width": 390, "height": 800})
+    assert page.evaluate("SETTINGS.displayModeBar") is False
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_a_small_constant_is_above_zero(tmp_path: Path, open_page: Open) -> None:
     """Fails if a constant learning rate is drawn at 0, on an axis from -1 to 1."""
     run = make_run(tmp_path / "constant")

@@ -273,6 +273,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(
     table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
     placed = [(row.label, row.cuda_visible_devices) for row in table.rows if row.pool != "teacher"]
     assert placed == [("actor 0", "2"), ("rollout 0", "4,6")] and table.findings == ()
+    assert table.stopped == "interrupted", "for the report"
     if reached:
         resume = ("trainer.resume=auto", f"trainer.total_steps={reached + 1}")
         lab.finished_run(run_dir, teacher_port, *settings, *resume)

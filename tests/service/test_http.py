@@ -349,6 +349,7 @@ def test_a_request_is_not_scored_by_the_next_model(tmp_path: Path) -> None:
     with ServerProcess(old, tmp_path, options=options) as server, HttpProcess(server.port, tmp_path) as http:
         url = f"{http.url}/v1/completions"
         assert post(url, GOOD | {"model": "old"}).status_code == 200
+        assert post(url, GOOD).json()["model"] == "default", "the teacher's name, if the request has none"
         os.kill(server.worker_pids[0], signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(post, url, GOOD | {"model": "old"})

@@ -250,7 +250,7 @@ def test_a_dismissed_worker_is_not_replaced_after_any_exit_code(
             return not supervisor.pids
 
         wait_until(all_left, 30.0, "exit of both workers")
-        assert not any(is_alive(pid) for pid in pids) and supervisor.all_ready
+        assert not any(is_alive(pid) for pid in pids) and not supervisor.n_loading
     finally:
         supervisor.stop()
         broker.stop()
@@ -266,7 +266,7 @@ def test_a_worker_lost_while_others_load_is_restarted(tmp_path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: not is_alive(first), 30.0, "exit of the worker")
         supervisor.check()
-        assert supervisor.pids[0] != first and supervisor.pids[1] == loading and not supervisor.all_ready
+        assert supervisor.pids[0] != first and supervisor.pids[1] == loading and supervisor.n_loading
         os.kill(loading, signal.SIGKILL)  # this worker was never ready
         wait_until(lambda: not is_alive(loading), 30.0, "exit of the other worker")
         with pytest.raises(ServerError, match=r"w1\.0.* code -9"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,56 @@ def test_a_run_is_resumed_by_the_command_that_was_typed(tmp_path: Path) -> None:
         search = {"PYTHONPATH": f"{tmp_path}:{root}", "PATH": f"{path}{os.environ['PATH']}"}
         done = gkd(tmp_path, "train", "--config", "none.yaml", **search)
         assert done.stdout.splitlines()[-1] == f"{typed} train trainer.resume=auto"
+
+
+def test_a_file_needs_no_flag_and_may_follow_others(tmp_path: Path) -> None:
+    """Fails if a YAML file is taken for a setting, a second file replaces the first one, or a program differs."""
+    (tmp_path / "a.yaml").write_text(
+        "data: {train_files: [a]}\nmodel: {path: m}\ntrainer: {total_steps: -1, run_dir: r}"
+    )
+    (tmp_path / "b.yaml").write_text("rollout: {max_num_seqs: -2}\n")
+    lines = ["rollout.max_num_seqs = -2: is out of range.", "trainer.total_steps = -1: is out of range."]
+    for words in (["train", "a.yaml", "--config", "b.yaml"], ["memory", "--config", "a.yaml", "b.yaml", "actor.tp=2"]):
+        done = gkd(tmp_path, *words)
+        errors, _, _ = done.stderr.partition("\nmodules:")
+        assert done.returncode == 2
+        assert sorted(line.partition(" Fix:")[0] for line in errors.splitlines()) == [
+            f"config error: {line}" for line in lines
+        ]
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "where"),
+    [
+        ("memory", [], "models/none/here"),
+        ("train", ["--show-prompts", "1"], "models/none/here"),
+        ("report", [], "runs/mine"),
+        ("train", [], "none.yaml"),
+    ],
+)
+def test_a_relative_path_that_is_missing_is_said_absolute(
+    command: str, changes: list[str], where: str, tmp_path: Path
+) -> None:
+    """Fails if an error does not show the folder in which the relative paths of a run begin."""
+    (tmp_path / "mine.yaml").write_text(
+        "{data: {train_files: [t.jsonl]}, model: {path: models/none/here}, trainer: {run_dir: a}}"
+    )
+    file = "none.yaml" if where == "none.yaml" else "runs/mine" if command == "report" else "mine.yaml"
+    done = gkd(tmp_path, command, file, *changes)
+    assert done.returncode == 2 and str(tmp_path.resolve() / where) in done.stderr, done.stderr
+
+
+def test_the_help_of_one_section(tmp_path: Path) -> None:
+    """Fails if `--help SECTION` prints all keys, or another section's; or accepts a name that no section has."""
+    done = gkd(tmp_path, "train", "--help", "actor.optim")
+    names = [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert done.returncode == 0 and names and all(name.startswith("  actor.optim.") for name in names)
+    done = gkd(tmp_path, "train", "--help", "optim")
+    assert done.returncode == 2 and "actor.optim" in done.stderr
+
+
+def test_version_and_help_are_commands(tmp_path: Path) -> None:
+    """Fails if a bug report cannot name its version, or `gkd help split` is an error."""
+    assert re.match(r"gkd \d+\.\d+", gkd(tmp_path, "--version").stdout)
+    assert gkd(tmp_path, "help").stdout == gkd(tmp_path, "--help").stdout
+    assert gkd(tmp_path, "help", "split").stdout == gkd(tmp_path, "split", "--help").stdout

@@ -63,6 +63,17 @@ def test_a_text_of_the_command_line_is_kept_as_it_is(text: str, tmp_path: Path) 
     assert load_config(tmp_path / "c.yaml") == config
 
 
+def test_later_files_win_over_earlier_ones(tmp_path: Path) -> None:
+    """Fails if a file is ignored, or lists of two files are joined; or the integer 8.0 is refused."""
+    (tmp_path / "base.yaml").write_text(
+        "rollout: {tp: 2, max_num_seqs: 8.0}\ndata: {train_files: [a.jsonl, b.jsonl]}\n"
+    )
+    (tmp_path / "mine.yaml").write_text("rollout: {tp: 4}\ndata: {train_files: [c.jsonl]}\n")
+    config = load_config([tmp_path / "base.yaml", tmp_path / "mine.yaml"], ["actor.tp=2"])
+    assert (config.rollout.tp, config.rollout.max_num_seqs, config.actor.tp) == (4, 8, 2)
+    assert config.data.train_files == ["c.jsonl"]
+
+
 def test_a_text_of_the_command_line_may_be_quoted_or_refer_to_a_key() -> None:
     """Fails if the quotes that a YAML needs become part of a text, or ${...} and the value off are not read."""
     words = ["data.system_prompt='a # b'", 'data.answer_key="x"', "data.response_key=${data.answer_key}y"]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gkd.console.numbers import short
 from gkd.console.panel import panel
-from gkd.console.state import MAX_LINE, PREFIX, RunState, step_line
+from gkd.console.state import MAX_LINE, PREFIX, RunState, loss_fields, step_line
 from gkd.spans import Phase, SpanRecorder
 from gkd.types import TeacherHealth
 from tests.unit.console_runs import Clock, line, run
@@ -99,6 +99,21 @@ def test_the_panel_fits_the_terminal(width: int) -> None:
     rows = drawn(state, width).splitlines()
     assert {cell_len(row) for row in rows} == {width}
     assert len(rows) == len(drawn(state, 140).splitlines()), "no line is wrapped"
+
+
+def test_neither_an_outage_nor_an_alarm_makes_the_line_contradict_itself() -> None:
+    """Fails if the remaining time falls while no step is made, or an alarm of a risen KL is next to a falling KL."""
+    clock = Clock()
+    state = run(clock=clock)
+    for step in range(1, 43):
+        state.add(step, line(loss__token_kl=0.2 - 0.002 * step))
+    assert loss_fields(state)[1].endswith("%")
+    clock.now_s += 1.0
+    left_s = state.left_s
+    clock.now_s += 60.0
+    assert left_s is not None and state.left_s == left_s
+    state.add(43, line(health__kl_rises=1.0))
+    assert loss_fields(state)[1] == "KL 0.1395"
 
 
 def test_missing_numbers_leave_their_line_out() -> None:

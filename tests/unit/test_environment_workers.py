@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -179,8 +180,11 @@ def test_a_faulty_step_ends_its_trajectory_alone(shared: Environments, text: str
 
 
 def test_a_faulty_row_ends_its_trajectory_alone(shared: Environments) -> None:
-    """Fails if an object that cannot be made, or a row that cannot be read, has no reply."""
-    assert "price" in ask(shared, "count", broken=True).error
+    """Fails if an object that cannot be made, or a row that cannot be read, has no reply, or an error has no place."""
+    error = ask(shared, "count", broken=True).error
+    assert "price" in error and re.search(
+        r"environment_classes\.py:\d+: raise KeyError.*Columns of the row: .*broken", error
+    )
     shared.step(1, b"no row", 0, "count")
     assert collect(shared, 1)[0].error
     assert shared.n_open == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -23,12 +24,13 @@ from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus
 from gkd.cluster.host import process_info
 from gkd.cluster.startup import this_placement
 from gkd.config.load import config_yaml, load_config
-from gkd.config.schema import Route
+from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import ClusterError
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
 from gkd.scoring.teacher.gpus import teacher_rows
+from gkd.spans import driver
 from gkd.start.gpu_map import record_end, record_restart
 from gkd.start.pools import worker_env
 from gkd.tools import check_gpus
@@ -219,6 +221,28 @@ def test_invalid_command_lines(
     assert check_gpus.main(words if words[0].startswith("--") else ["--config", "empty.yaml", *words]) == code
     captured = capsys.readouterr()
     assert token in captured.err and captured.out == ""
+
+
+def test_a_long_check_says_what_it_does_and_may_be_interrupted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gkd_log: pytest.LogCaptureFixture,
+) -> None:
+    """Fails if check_gpus is silent for more than 5 s, or Ctrl-C ends it with a traceback."""
+
+    def slow(config: Config) -> GpuMap:
+        with driver.doing("starting Ray"):
+            threading.Event().wait(5.0)
+        raise KeyboardInterrupt
+
+    gkd_log.set_level(logging.INFO)
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    monkeypatch.setattr(check_gpus, "check", slow)
+    assert check_gpus.main(["--config", str(tmp_path / "empty.yaml")]) == 130
+    (line,) = gkd_log.messages
+    assert line.startswith("starting Ray: ") and line.endswith("s so far")
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
 
 
 @pytest.mark.parametrize("main", [check_gpus.main, main_gkd.main], ids=["check_gpus", "main_gkd"])

@@ -16,11 +16,13 @@ import pytest
 
 from examples.quickstart.addition import build_tokenizer
 from gkd.config.load import load_config
+from gkd.console.state import RunState
 from gkd.data.chunks import part_of
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
 from gkd.scoring.judged import JudgedScoring, init_judging, with_advantages, with_judges, workers_per_endpoint
 from gkd.scoring.reward.judging import TRAINING, VALIDATION
+from gkd.scoring.reward.worker import CUT, FAILED, UNKNOWN
 from gkd.types import GreedyReport, PendingScores, Prompt, RolloutChunk, Sample, ScoredChunk, TrainStats
 from tests.metric_keys import unlisted_keys
 from tests.rollout_chunks import chunk_of
@@ -130,6 +132,24 @@ def test_greedy_responses_are_judged_in_their_order(calls: list[Any]) -> None:
     assert [each.correct for each in report.samples] == [False, True, True, False, True]
 
 
+def test_the_reasons_of_unknown_values_are_said_once(calls: list[Any], gkd_log: pytest.LogCaptureFixture) -> None:
+    """Fails if the log names a reason that did not apply, or repeats one; or an accuracy is shown if none is known."""
+    values = [UNKNOWN[CUT], UNKNOWN[FAILED], UNKNOWN[CUT]]
+    endpoint = SimpleNamespace(judge=Method(lambda rollouts, _: np.array(values[: len(rollouts)]).tobytes()))
+    scoring = JudgedScoring(World(), [endpoint], 9.0, VALIDATION, 1)
+    samples = [sample(0)] * 3
+    report = judged(samples, scoring.judge(samples), {0: 0})
+    assert [message.partition(" (")[0] for message in gkd_log.messages] == [
+        f"2 of 3 validation values are unknown: {CUT}",
+        f"1 of 3 validation values are unknown: {FAILED}",
+    ]
+    scoring.judge(samples)
+    assert len(gkd_log.messages) == 2
+    state = RunState(1)
+    state.add(0, {"eval/kl": 0.5, "eval/accuracy": report.accuracy})
+    assert list(state.scores()) == ["eval/kl"]
+
+
 def test_a_greedy_trajectory_is_judged_as_one(calls: list[Any]) -> None:
     """Fails if eval.metric reads what the environment wrote as the student's text, or an error as a missing reward."""
     scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, VALIDATION, 1)
@@ -210,7 +230,7 @@ def test_an_undecided_greedy_response_is_not_the_best(local_ray: LocalRay) -> No
 
     assert values([1, 0, 1]) == [-3.0, -3.0, -3.0]
     assert values([1, 2]) == [0.0, 0.5], "as a wrong answer"
-    assert values([1, 1]) == [0.0, 0.0]
+    assert np.isnan(values([1, 1])).all(), "none is known"
 
 
 class Advantages(World):

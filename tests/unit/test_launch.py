@@ -234,3 +234,12 @@ def test_the_help_of_an_example_starts_nothing(name: str, tmp_path: Path) -> Non
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout.startswith("usage: bash ") and "key=value" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["launch/quickstart.sh", "examples/real_model/run.sh"])
+def test_the_help_of_a_script_installs_nothing(script: str, tmp_path: Path) -> None:
+    """Fails if `--help` makes an environment of gigabytes, or prints nothing without one."""
+    env = os.environ | {"GKD_VENV": str(tmp_path / "venv")}
+    command = ["bash", str(ROOT / script), "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert f"bash {script}" in done.stdout and not (tmp_path / "venv").exists()

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,18 @@ def test_a_run_that_its_epochs_ended_is_complete(tmp_path: Path) -> None:
     assert cell["text"] == "12" and cell["tone"] == ""
     file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": False}))
     assert headline.headline([run])[0]["cells"][0]["text"] == "12 of 100"
+
+
+def test_a_run_that_was_interrupted_is_not_shown_as_killed(tmp_path: Path) -> None:
+    """Fails if a run that Ctrl-C stopped looks like one that was killed, or one evaluation like no progress."""
+    (run,) = read_runs([make_run(tmp_path / "run", "trainer.total_steps=100", eval_every=100)])
+    file = run.root / "gpus.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": False, "stopped": "interrupted"}))
+    curve = run.curves["eval/kl"]
+    run.curves["eval/kl"] = replace(curve, steps=curve.steps[:1], values=curve.values[:1])
+    cells = {row["key"] or row["label"]: row["cells"][0] for row in headline.headline([run])}
+    assert cells["Steps"]["text"] == "12 of 100" and cells["Steps"]["remark"] == "interrupted at step 12"
+    assert cells["eval/kl"]["text"] == f"{curve.values[0]:.4g}"
 
 
 def test_the_sample_browser_is_bounded_by_its_rule(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from itertools import product
@@ -116,7 +117,9 @@ def test_a_process_that_judges_has_no_torch(tmp_path: Path) -> None:
 def test_a_value_that_is_no_finite_number_is_an_error(
     workers: list[RewardWorkers], response: str, config: Config
 ) -> None:
-    """Fails if a failed function counts as a reward of 0, or its error does not name function and row."""
+    """Fails if a failed function counts as a reward of 0, or its error does not name function and row, the line of the
+    file; or the log has no traceback of it.
+    """
     calls: list[int] = []
     requests = [request(each) for each in ("fine", response, "fine")]
     numbers, problem = judged(requests, [judge_of(f"{HERE}:misbehave", config)], calls.append)
@@ -125,8 +128,11 @@ def test_a_value_that_is_no_finite_number_is_an_error(
     if response == "raise":
         broken = workers.pop()
         for _ in range(2):  # the run ends: nothing else may be judged meanwhile
-            with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*no such unit"):
+            place = r"judging_functions\.py:\d+: raise ValueError"
+            with pytest.raises(RewardError, match=rf"misbehave.*f\.jsonl:7.*no such unit.*{place}") as raised:
                 broken.values([request("fine", 6), request(response), request("fine", 8)])
+            trace = "".join(traceback.format_exception(raised.value)).partition("Traceback of your code:")[2]
+            assert "in misbehave" in trace and "gkd/scoring" not in trace
 
 
 def test_a_killed_worker_is_an_error(workers: list[RewardWorkers]) -> None:

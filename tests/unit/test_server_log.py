@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -84,6 +85,14 @@ def make_status() -> ServerStatus:
         teachers=teachers,
         workers=[worker],
     )
+
+
+@pytest.mark.parametrize(("n_workers", "state"), [(0, "waiting for workers"), (1, "serving")])
+def test_a_server_whose_workers_load_is_not_said_to_serve(n_workers: int, state: str) -> None:
+    """Fails if `status` shows a teacher without a worker as one that serves."""
+    teachers = [structs.replace(each, n_workers=n_workers) for each in make_status().teachers]
+    status = structs.replace(make_status(), draining=False, teachers=teachers)
+    assert state in status_table("tcp://here:1", status).splitlines()[0]
 
 
 def test_the_table_shows_workers_gpus_and_exclusions() -> None:

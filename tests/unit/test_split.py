@@ -11,11 +11,12 @@ import pytest
 
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, RankPlacement
 from gkd.config.load import config_yaml, load_config
+from gkd.console.summary import WARM_UP
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import shares, step_numbers
 from gkd.metrics.writer import MetricsWriter
 from gkd.spans import ProcessSpans, Span, SpanRecorder
-from gkd.tools.split import WARM_UP, main
+from gkd.tools.split import main
 from gkd.types import ScoredChunk, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of
 

@@ -15,7 +15,7 @@ import pytest
 from gkd import main_gkd
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.console.summary import COMMAND_ENV, Closing, resume_command, serve_command, summary
+from gkd.console.summary import COMMAND_ENV, Closing, in_rows, resume_command, serve_command, summary
 from gkd.errors import ClusterError, TeacherUnavailable
 from gkd.run.checkpoints import CheckpointStore
 from gkd.tools.memory import main as memory
@@ -41,6 +41,14 @@ def test_a_number_that_got_worse_is_marked() -> None:
     ]
     state.add(12, line(eval__kl=0.2665, eval__accuracy=0.14))
     assert not any("worse" in text for _, text in summary(state))
+
+
+def test_the_means_of_the_loss_have_no_step_in_common() -> None:
+    """Fails if a run of 4 steps ends with the same mean twice, as if its loss had not moved."""
+    state = run()
+    for step, loss in enumerate((0.4, 0.2, 0.2, 0.1), 1):
+        state.add(step, line(loss__total=loss))
+    assert ("loss (mean of 2 steps)", "0.3000 -> 0.1500") in summary(state)
 
 
 def test_a_branch_counts_its_own_steps(tmp_path: Path) -> None:
@@ -70,20 +78,27 @@ def test_a_run_without_evaluations_has_a_table() -> None:
     state = run()
     n_facts = len(summary(state))
     state.add(1, line(loss__token_kl=None))
-    assert [label for label, _ in summary(state)[n_facts:]] == ["loss (mean of 5 steps)"]
+    assert summary(state)[n_facts:] == [("loss", "0.1478")], "one step alone"
     state.add(2, line(eval__kl=0.3))
     assert summary(state)[-1] == ("validation KL", "0.3000"), "one evaluation alone"
 
 
 def closed(
-    tmp_path: Path, code: int, capsys: pytest.CaptureFixture[str], *arguments: str, with_state: bool = True
+    tmp_path: Path,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    with_state: bool = True,
+    device: str = "cuda",
+    n_steps: int = 6,
 ) -> list[str]:
     """Return the commands that the end of a run prints."""
     config = load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}", *arguments])
     closing = Closing(config, ["--config", "my file.yaml", *arguments])
     if with_state:
-        closing.state = run()
-        closing.state.add(1, line())
+        closing.state, closing.device = run(), device
+        for step in range(1, n_steps + 1):
+            closing.state.add(step, line())
     closing.print(code)
     err = capsys.readouterr().err
     assert "\n".join(err.splitlines()[:1]).endswith(str(tmp_path / "my run")) or not err
@@ -172,6 +187,39 @@ def test_the_next_commands_can_be_typed(tmp_path: Path, shared: str, capsys: pyt
     else:
         parsed = parse_split(last[3:])
         assert (parsed.run, parsed.gpus, parsed.teacher_elsewhere) == (Path(folder), None, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "n_steps", "settings", "has_split"),
+    [
+        ("cuda", 6, [], True),
+        ("cuda", 5, [], False),
+        ("cpu", 6, [], False),
+        ("cuda", 6, ["trainer.scheduler=one_step_off"], False),
+        ("cuda", 6, ["trainer.replay=runs/other/batches"], False),
+    ],
+)
+def test_a_split_is_recommended_only_where_it_can_be_found(
+    tmp_path: Path,
+    device: str,
+    n_steps: int,
+    settings: list[str],
+    has_split: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Fails if a run ends with a command that is refused, because the run has too few steps, or other roles."""
+    commands = closed(tmp_path, 0, capsys, *settings, device=device, n_steps=n_steps)
+    assert any("gkd.tools.split" in command for command in commands) == has_split
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_command_can_be_copied_from_a_terminal_of_any_width(width: int) -> None:
+    """Fails if a row ends within a word or beyond the width, or what the rows say together is another command."""
+    words = ["gkd", "train", "--config", "my file.yaml", "data.system_prompt=Be brief, and it's so.", *["a.b=c"] * 20]
+    text = in_rows(shlex.join(words), width)
+    assert all(len(row) < width for row in text.splitlines()) and "\n" in text
+    done = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == words
 
 
 @pytest.mark.parametrize(("error", "code"), [(None, 0), (ClusterError("a rank died"), 1), (KeyboardInterrupt(), 130)])

@@ -54,8 +54,39 @@ except KeyboardInterrupt:
 """
 
 
+# Threads that print whole lines and parts of lines, while the height of the panel changes.
+THREADS = """
+import sys, threading, time
+from gkd.console.terminal import Terminal
+from gkd.log import get_logger
+from tests.unit.console_runs import line, run
+log = get_logger("test")
+state = run()
+state.add(1, line())
+sys.setswitchinterval(1e-5)
+def work(thread):
+    for i in range(400):
+        if thread % 2:
+            log.info("line %d of %d", i, thread)
+        else:
+            print(f"line {i} of {thread}", file=sys.stderr)
+        time.sleep(0.001)
+with Terminal(sys.argv[1], "runs/mine") as terminal, terminal.watching(state, lambda: None):
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for each in threads:
+        each.start()
+    while any(each.is_alive() for each in threads):
+        state.active_alarms = [] if state.active_alarms else ["kl_rises"]
+        time.sleep(0.3)
+"""
+WIDTH = 150
+
+
 def shown(written: str) -> list[str]:
-    """Return the rows of a terminal, those that scrolled away included, after the characters and sequences of rich."""
+    """Return the rows of a terminal, those that scrolled away included, after the characters and sequences of rich.
+
+    As on a real one, a character behind a full row begins the next one.
+    """
     rows, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
         if part == "\r":
@@ -64,8 +95,12 @@ def shown(written: str) -> list[str]:
             row += 1
             rows += [""] * (row == len(rows))
         elif part[0] != "\x1b":
-            rows[row] = rows[row].ljust(column)[:column] + part + rows[row][column + len(part) :]
-            column += len(part)
+            for character in part:
+                if column == WIDTH:
+                    row, column = row + 1, 0
+                    rows += [""] * (row == len(rows))
+                rows[row] = rows[row].ljust(column)[:column] + character + rows[row][column + 1 :]
+                column += 1
         elif part[-1] == "A":  # cursor up
             row = max(0, row - int(part[2:-1] or 1))
         elif part == "\x1b[2K":  # erase the row
@@ -73,12 +108,14 @@ def shown(written: str) -> list[str]:
     return [text.rstrip() for text in rows]
 
 
-def run_on_a_terminal(setting: str) -> tuple[list[str], list[str]]:
-    """Return the rows of a terminal shortly before Ctrl-C, and at the end of a run that got it in a step."""
+def run_on_a_terminal(setting: str, program: str = RUN) -> tuple[list[str], list[str], str]:
+    """Return the rows of a terminal shortly before Ctrl-C, which a run gets in a step after `ready`, those at its end,
+    and all that it has printed.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
-        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "150"}
-        os.execve(sys.executable, [sys.executable, "-c", RUN, setting], environment)
+        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
+        os.execve(sys.executable, [sys.executable, "-c", program, setting], environment)
     written, rows = b"", list[str]()
     try:
         while data := os.read(terminal, 65536):
@@ -86,36 +123,47 @@ def run_on_a_terminal(setting: str) -> tuple[list[str], list[str]]:
             _, ready, behind = written.partition(b"ready\r\n")
             drawn = setting == "lines" or "╯".encode() in behind  # the panel comes back behind what is printed
             if ready and drawn and not rows:  # whole, so that the echo of Ctrl-C is behind it
-                rows = shown(written.decode(errors="replace"))  # it may end within a character
+                rows = shown(written[: written.rfind("╯".encode()) + len("╯".encode())].decode())  # whole panels
                 os.write(terminal, b"\x03")
     except OSError:  # the process has closed its end
         pass
     finally:
         os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written.decode()
-    return rows, shown(written.decode())
+    return rows, shown(written.decode()), written.decode()
 
 
+ANSWER = "Ctrl-C: finishing the step, then saving; Ctrl-C again: stop without saving (at the latest after 120 s)"
 PRINTED = ["an event", "logged by a library", "printed by a library", "printed to stdout", "ready"]
 
 
 def test_what_is_printed_stays_above_the_panel() -> None:
-    """Fails if the panel covers the answer to Ctrl-C or what a library prints, leaves pieces of itself, is not drawn
-    again by itself, doubles the step line, or stays at the end.
+    """Fails if the panel covers the answer to Ctrl-C or what a library prints, does not answer itself, leaves pieces of
+    itself where the terminal echoes Ctrl-C, is not drawn again by itself, doubles the step line, or stays at the end.
     """
-    before, rows = run_on_a_terminal("auto")
+    before, rows, written = run_on_a_terminal("auto")
     assert any("1/120" in row for row in before) and any(row.startswith("╰") for row in before)
+    assert written.count(ANSWER[8:70]) > 1, "the panel does not have the answer"
     texts = [row for row in rows if row]
     assert not [row for row in texts if row[0] in "╭│╰"], "pieces of the panel"
-    ends = [*PRINTED, "a second Ctrl-C stops without saving", "the step is finished", "after the panel: True"]
+    ends = [*PRINTED, ANSWER, "the step is finished", "after the panel: True"]
     assert len(texts) == len(ends) and all(row.endswith(end) for row, end in zip(texts, ends, strict=True)), texts
+
+
+def test_no_thread_loses_a_line_above_the_panel() -> None:
+    """Fails if a thread that prints paints over lines, since another one has drawn a panel of another height, or if the
+    threads lose or mix parts of their lines.
+    """
+    _, rows, _ = run_on_a_terminal("panel", THREADS)
+    printed = [row[row.find("line ") :] for row in rows if row]
+    assert sorted(printed) == sorted(f"line {i} of {thread}" for i in range(400) for thread in range(4))
 
 
 def test_the_answer_to_an_interrupt_without_a_panel() -> None:
     """Fails if Ctrl-C has no answer, or lines on a terminal come with control sequences."""
-    _, rows = run_on_a_terminal("lines")
+    _, rows, _ = run_on_a_terminal("lines")
     texts = [row for row in rows if row and "so far" not in row]
-    ends = ["a step line", *PRINTED, "a second Ctrl-C stops without saving", "the step is finished"]
+    ends = ["a step line", *PRINTED, ANSWER, "the step is finished"]
     assert all(row.endswith(end) for row, end in zip(texts, [*ends, "after the panel: True"], strict=True)), texts
 
 

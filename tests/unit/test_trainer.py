@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ import pytest
 from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.metrics.writer import read_metrics
+from gkd.pipeline.source import generate_and_score
+from gkd.spans import described, driver
+from gkd.types import RolloutChunk
 from tests.metric_keys import unlisted_keys
 from tests.unit.world import PROMPTS, StreamWorld, World, checkpoints, make
 
@@ -312,3 +315,18 @@ def test_resuming_from_a_named_checkpoint_rewinds_or_branches(tmp_path: Path) ->
     assert [line["step"] for line in read_metrics(tmp_path / "branch" / "run" / "metrics.jsonl")] == [3, 4, 5]
     assert checkpoints(tmp_path)[1:] == [f"step_0000000{i}" for i in (1, 2, 3, 4, 5)]
     assert checkpoints(tmp_path / "branch")[1:] == [f"step_0000000{i}" for i in (2, 3, 4, 5)]
+
+
+def test_generating_is_counted_by_responses() -> None:
+    """Fails if a long first evaluation shows no count, so that it looks as if it hangs."""
+    seen = []
+
+    class Counting(World):
+        def generate(self, *args: Any, **kwargs: Any) -> Iterator[RolloutChunk]:
+            for chunk in super().generate(*args, **kwargs):
+                seen.append(described(driver.now))
+                yield chunk
+
+    world = Counting()
+    generate_and_score(world, world, PROMPTS[:3], range(3), n=2, temperature=1.0, seed=0, policy_version=0)
+    assert seen == ["generating 0/6", "generating 2/6", "generating 4/6"]

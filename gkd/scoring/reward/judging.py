@@ -65,7 +65,7 @@ class Judging:
         self._workers.close()
 
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
-        """Return [n, functions] float64 of a chunk, as bytes; NaN: undecided. Blocks.
+        """Return [n, functions] float64 of a chunk, as bytes; not finite: see `UNKNOWN`. Blocks.
 
         Args:
             prompts: the set that the rollouts answer, `TRAINING` or `VALIDATION`.

@@ -56,7 +56,11 @@ class Worker:
             self._connection.send(list(requests))
             numbers, problem = self._receive(timeout_s, name)
             if problem:
-                raise RewardError(f"{name(len(numbers))}: {problem}")
+                text, _, trace = problem.partition("\n")
+                error = RewardError(f"{name(len(numbers))}: {text}")
+                if trace:
+                    error.add_note(trace)  # the log of the run shows it, not the last line on the terminal
+                raise error
         except BaseException:
             self.close()
             raise

@@ -27,7 +27,7 @@ from gkd.data.answers import is_correct
 from gkd.data.conversation import reference_text
 from gkd.data.row_files import decode_row
 from gkd.errors import GkdError, RewardError
-from gkd.user_code import Progress, end_with_parent, finite_number
+from gkd.user_code import Progress, blame, end_with_parent, finite_number, own_traceback
 
 # The functions that judge responses: this package's, and a user's own by its path.
 
@@ -59,7 +59,15 @@ Judge = Callable[[Case], float]
 
 
 class Undecided(Exception):
-    """A function reached a time limit of its own, or an environment failed: `reward/undecided` counts it."""
+    """A value is unknown: `reward/undecided` counts it.
+
+    Args:
+        reason: one of `UNKNOWN`, which travels as its number.
+    """
+
+
+LATE, CUT, FAILED = "math_verify reached its time limit", "the first turn was cut off", "the environment failed"
+UNKNOWN = {LATE: math.nan, CUT: math.inf, FAILED: -math.inf}  # all other values are finite
 
 
 def judge_of(path: str, config: Config) -> Judge:
@@ -120,8 +128,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def _environment_reward(case: Case) -> float:
     if case.reward is None and not case.truncated:
         raise ValueError("the class of rollout.environment has no attribute `reward`")
-    if case.reward is None or math.isnan(case.reward):  # cut in its first turn, or the environment has failed
-        raise Undecided
+    if case.reward is None:
+        raise Undecided(CUT)
+    if math.isnan(case.reward):
+        raise Undecided(FAILED)
     return case.reward
 
 
@@ -150,7 +160,7 @@ def _math_verify(config: Config) -> Judge:
         try:
             found: list[Any] = parse(text, parsing_timeout=_MATH_S, raise_on_error=True)
         except TimeoutException as error:
-            raise Undecided from error
+            raise Undecided(LATE) from error
         except Exception:  # the package names no exceptions
             return []
         return found
@@ -171,7 +181,7 @@ def _math_verify(config: Config) -> Judge:
         try:
             return float(verify(expected, found, timeout_seconds=_MATH_S, raise_on_error=True))
         except TimeoutException as error:
-            raise Undecided from error
+            raise Undecided(LATE) from error
 
     return judge
 
@@ -225,7 +235,7 @@ def judged(
 ) -> tuple[list[float], str]:
     """Return a number for each request and each of its functions, and what is wrong with the next; "": nothing.
 
-    Numbers are finite; NaN stands for Undecided.
+    Numbers are finite, or stand for Undecided, see `UNKNOWN`. What is wrong is one line, and behind it the traceback.
 
     Args:
         begin: called before each call, with its place.
@@ -249,10 +259,11 @@ def judged(
 def _call(judge: Judge, case: Case) -> float | str:
     try:
         value = judge(case)
-    except Undecided:
-        return math.nan
+    except Undecided as undecided:
+        return UNKNOWN[str(undecided)]
     except BaseException as error:  # SystemExit is caught, too: it is the function's own
-        return f"raised {type(error).__name__}: {error}"
+        text = f"raised {type(error).__name__}: {error}{blame(error, case.row)}".replace("\n", " ")
+        return f"{text}\n{own_traceback(error)}"
     number = finite_number(value)
     return f"returned {number}" if isinstance(number, str) else number
 

@@ -9,6 +9,7 @@ Thread-safe. Imports numpy and zmq, but not torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -158,7 +159,8 @@ def load_keys(folder: str) -> PeerKeys | None:
     from teacher_server.wire.keys import KeysError, load_peer_keys
 
     try:
-        return load_peer_keys(folder, "client")
+        return load_peer_keys(os.path.abspath(folder), "client")
     except KeysError as error:
-        fix = "give a client's bundle, made by `python -m teacher_server keygen`."
-        raise ConfigError("teacher.keys", folder, str(error), fix) from error
+        problem, _, fix = str(error).partition(" Fix: ")
+        fix = fix or "give a client's bundle, made by `python -m teacher_server keygen`."
+        raise ConfigError("teacher.keys", folder, problem, fix) from error

@@ -60,6 +60,8 @@ def _steps(run: Run) -> dict[str, str]:
     text = f"{run.last_step} of {total}" if total else str(run.last_step)
     if gpus is not None and gpus.ended:
         return _cell(str(run.last_step) if run.last_step < total else text, "", "ended")  # total_epochs may end it
+    if gpus is not None and gpus.stopped:
+        return _cell(text, "", f"{gpus.stopped} at step {run.last_step}")
     last = run.curves.get("time/unix_s")
     if last is None or not last.values[-1]:
         return _cell(text, "", "in progress or killed")
@@ -74,7 +76,7 @@ def _change(run: Run, key: str, larger_is_better: bool | None = None) -> dict[st
     if not points:
         return _cell("-")
     values = [value for _, value in points if value is not None]
-    text = f"{_number(values[0], 4)} → {_number(values[-1], 4)}"
+    text = " → ".join(_number(value, 4) for value in (values[0], *values[1:][-1:]))
     if larger_is_better is None or len(points) == 1:
         return _cell(text)
     gained = values[-1] - values[0] if larger_is_better else values[0] - values[-1]
@@ -99,7 +101,7 @@ def _alarms(run: Run) -> dict[str, str]:
     if not any(key.startswith(PREFIX) for key in run.curves):
         return _cell("-", "", "no health/ keys in metrics.jsonl")
     found = alarms(run)
-    return _cell("none", "better") if not found else _cell(", ".join(one["key"] for one in found), "worse")
+    return _cell("none") if not found else _cell(", ".join(one["key"] for one in found), "worse")
 
 
 def _duration(seconds: float) -> str:

@@ -307,7 +307,7 @@ def _chart(chart: Chart, by_row: dict[str, list[str]]) -> dict[str, Any]:
         "id": "chart-" + "".join(c if c.isalnum() else "-" for c in chart.rows[0]),
         "title": chart.title,
         "keys": keys,
-        "unit": rows[0].unit,
+        "unit": rows[0].unit if rows[0].unit != "1" else "",
         "stacked": chart.stacked,
         "rows": [{"key": row.key, **_meaning(row)} for row in rows],
     }

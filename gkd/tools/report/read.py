@@ -130,7 +130,8 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
-        raise ConfigError("RUN", str(folder), "there is no such folder.", "give the folder of a run (trainer.run_dir).")
+        problem = f"there is no such folder ({folder.absolute()})."
+        raise ConfigError("RUN", str(folder), problem, "give the folder of a run (trainer.run_dir).")
     metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
     if not metrics.is_file():
         fix = "give the folder of a run (trainer.run_dir); a run writes this file when it starts."

@@ -43,7 +43,8 @@ function layout(extra = {}) {
   };
 }
 
-const SETTINGS = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+// Its buttons lie over the newest points: they are shown only while a mouse is over the chart.
+const SETTINGS = { displayModeBar: matchMedia("(hover: hover)").matches ? "hover" : false, displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
 
 // Hours since the run's first line, at any step; time/unix_s never decreases, so interpolation between its points is enough.
 function hoursOf(run, steps) {
