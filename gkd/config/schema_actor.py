@@ -174,7 +174,7 @@ class ActorConfig:
     fused_lm_head: bool | None = key(
         None,
         "Compute LM head and loss together in chunks of rows, so that the full logits never exist. false: all logits "
-        "at once, for models that change them after the LM head. auto = unless the model does.",
+        "at once, for models whose LM head has a bias. auto = unless it has one.",
         resume=True,
     )
     optim: OptimConfig = field(default_factory=OptimConfig)

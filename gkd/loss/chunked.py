@@ -47,6 +47,8 @@ class HeadLoss(torch.autograd.Function):
         loss: ChunkLoss,
         reduce_hidden_grad: bool,
         head_grad_sum: Tensor | None,
+        cap: float | None,
+        scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden_grad, needs_head_grad = ctx.needs_input_grad[:2]
         targets = targets.on(hidden.device)
@@ -60,11 +62,20 @@ class HeadLoss(torch.autograd.Function):
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
         step = loss.rows_per_chunk(len(head), hidden.element_size())  # counts the padded size: equal on all ranks
         chunks = loss.chunks(targets, len(hidden), step)
+        with_grad = hidden_grad is not None or head_grad is not None
+        tanh: Tensor | None = None  # of the chunk's logits, with a soft cap
         buffer = logits_buffer(hidden, max((rows.stop - first for first, rows in chunks), default=0), v_valid)
         for first, rows in chunks:
             needed = slice(first, rows.stop)
             logits = torch.mm(hidden[needed], valid_head.T, out=buffer[: rows.stop - first])
-            sums += loss.chunk(logits, targets, rows, with_grad=hidden_grad is not None or head_grad is not None)
+            if cap is not None:
+                logits.div_(cap).tanh_()
+                tanh = logits.clone() if with_grad else None
+                logits.mul_(cap if scales is None else cap * scales[needed])
+            sums += loss.chunk(logits, targets, rows, with_grad=with_grad)
+            if tanh is not None:  # `logits` is a gradient now
+                torch.ops.aten.tanh_backward.grad_input(logits, tanh, grad_input=logits)
+                logits.mul_(1 if scales is None else scales[needed])
             if hidden_grad is not None:
                 n_before = rows.start - first  # rows of the chunk before, which have a gradient already
                 torch.mm(logits[n_before:], valid_head, out=hidden_grad[rows])
@@ -86,7 +97,7 @@ class HeadLoss(torch.autograd.Function):
         hidden_grad, head_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
         if ctx.unset_like is not None:
             head_grad = torch.empty_like(ctx.unset_like)
-        return hidden_grad, head_grad, None, None, None, None
+        return hidden_grad, head_grad, None, None, None, None, None, None
 
 
 def logits_buffer(hidden: Tensor, n_rows: int, n_columns: int) -> Tensor:

@@ -122,7 +122,8 @@ def preflight(config: Config) -> Plan:
     if is_offline:
         check_all_stored(config, train, teachers, n_vocab, eos_ids)
     if n_vocab < n_student_vocab:
-        check_masked(config, n_vocab, eos_ids, [*train, *val], is_shared=pair is None)
+        n = n_student_vocab - n_vocab if device == "cuda" else 0
+        check_masked(config, n_vocab, eos_ids, [*train, *val], n_masked=n, is_shared=pair is None)
         config = replace(config, model=replace(config.model, n_vocab=n_vocab))
         with_gpus = replace(with_gpus, model=config.model)
     if derived.reference_folder:

@@ -17,6 +17,7 @@ from gkd.errors import DataError, NumericsError
 from gkd.loss import chunked
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
+from teacher_server.engines.signals import capped
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import KERNELS, SHARD, V_PADDED, Batch, H, V, distill_loss
 
@@ -79,6 +80,28 @@ def test_inputs_and_targets_are_not_changed(signal: Signal) -> None:
     for name in ("topk_logprobs", "topk_ids", "tail_mass", "logits", "hidden", "sampled_logprobs", "sampled_ids"):
         value, expected = getattr(targets, name), getattr(before, name)
         assert value is expected is None or torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("temperatures", [(), (0.7, 1.4)])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_a_soft_cap_is_that_of_whole_logits(signal: Signal, temperatures: tuple[float, ...]) -> None:
+    """Fails if a chunk's gradient leaves out the cap's slope, or a route's temperature divides before the cap."""
+    batch, cap = Batch(), 0.5
+    loss = batch.loss(replace(SPEC, temperatures=temperatures), signal, 3)
+    targets = replace(batch.targets(signal, 0.7), routes=torch.arange(len(batch.hidden)) % 2 if temperatures else None)
+    results = []
+    for fused in (True, False):
+        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+        if fused:
+            total, sums = loss.from_hidden(hidden, head, targets, cap=cap)
+        else:
+            total, sums = loss.from_logits(capped(hidden @ head.T, cap), targets)
+        total.backward()
+        results.append((total.detach(), sums, hidden.grad, head.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(loss.from_hidden(batch.hidden, batch.head, targets, cap=cap)[0], results[1][0])
 
 
 @pytest.mark.parametrize("signal", SIGNALS)

@@ -19,7 +19,7 @@ from gkd.actor.fsdp.attention import Pack, refuse_packing
 from gkd.actor.fsdp.model import LossModel, reshard
 from gkd.errors import ConfigError, GkdError
 from gkd.log import get_logger
-from teacher_server.engines.hf import change_of_logits
+from teacher_server.engines.signals import capped
 
 log = get_logger("actor.fsdp")
 
@@ -63,10 +63,8 @@ def probe_on_meta(hf: PreTrainedModel, *, packing: bool, fused: bool) -> None:
             hf.config.model_type,
             type(error).__name__,
         )
-    _, cap = change_of_logits(hf)
-    if fused and (cap is not None or hf.get_output_embeddings().bias is not None):
-        what = "a bias" if cap is None else f"a soft cap of {cap}"
-        raise _refuse_fused(hf.config.model_type, f"its logits after the LM head ({what})")
+    if fused and hf.get_output_embeddings().bias is not None:
+        raise _refuse_fused(hf.config.model_type, "its logits after the LM head (a bias)")
 
 
 def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch.device) -> None:
@@ -113,10 +111,11 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
         )
     if fused and device.type != "meta":
         between = not _same(seen["hidden"], seen["head_input"])
-        after = root.head.bias is not None or not _same(seen["head_output"] * root.head.factor, logits, rtol=1e-2)
+        changed = capped(seen["head_output"] * root.head.factor, root.head.cap)
+        after = root.head.bias is not None or not _same(changed, logits, rtol=1e-2)
         if between or after:
             what = "its hidden states before" if between else "its logits after"
-            raise _refuse_fused(model_type, f"{what} the LM head (a scale, a soft cap, a bias)")
+            raise _refuse_fused(model_type, f"{what} the LM head (a scale, a bias)")
 
 
 def _pack_differences(root: LossModel, device: torch.device) -> str:

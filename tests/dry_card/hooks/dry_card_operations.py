@@ -242,8 +242,15 @@ def after_vllm() -> None:
     VocabParallelEmbedding.use_fused_embedding = property(lambda self: False, lambda self, value: None)
     add_values("_C")
     register("_C_cache_ops::reshape_and_cache_flash", reshape_and_cache_flash)
+    kernel = triton_unified_attention.unified_attention
+
+    def unified_attention(*args, **named):  # type: ignore
+        # Tokens of images that attend to later ones are left to Triton's interpreter, which is slow.
+        both_ways = named.get("mm_prefix_range") is not None and named["max_seqlen_q"] > 1
+        return (kernel if both_ways else paged_attention)(*args, **named)
+
     calls = {
-        triton_unified_attention.unified_attention: paged_attention,
+        kernel: unified_attention,
         triton_reshape_and_cache_flash.triton_reshape_and_cache_flash: reshape_and_cache_flash,
         flash_attn_interface.flash_attn_varlen_func: paged_attention,
     }
