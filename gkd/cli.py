@@ -17,7 +17,8 @@ from importlib import metadata
 
 # Command -> module with `main`, what it does, arguments of an example.
 COMMANDS = {
-    "train": ("gkd.main_gkd", "check a run, start its processes, train", "--config mine.yaml actor.optim.lr=1e-6"),
+    "train": ("gkd.main_gkd", "check a run, start its processes, train", "--student A --teacher B --data rows.jsonl"),
+    "init": ("gkd.tools.init", "write a YAML with comments of the settings that people change", "mine.yaml"),
     "teacher": (
         "teacher_server.__main__",
         "serve a teacher; with worker, status, drain, keygen, http: see its help",

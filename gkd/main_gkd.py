@@ -19,18 +19,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gkd.api import open_pools
-from gkd.cluster.garbage import collect_garbage_rarely
+from gkd.api import run
 from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys, sections
 from gkd.console.summary import Closing
-from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.preflight.preview import preview
 from gkd.run import interrupts
 from gkd.run.failure_policy import may_start_again, start_again
-from gkd.trainer import Trainer
 from teacher_server.config.command import command_parser
 from teacher_server.vision.images import ImageError
 
@@ -88,17 +85,6 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def run(config: Config, closing: Closing) -> None:
-    """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
-    with Terminal(config.trainer.progress, config.trainer.run_dir) as terminal, open_pools(config) as pools:
-        plan = pools.plan
-        trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
-        closing.state, closing.device = trainer.metrics.state, plan.device
-        with terminal.watching(trainer.metrics.state, pools.teacher_health):
-            collect_garbage_rarely()
-            trainer.fit()
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
         "python -m gkd.main_gkd",
@@ -152,7 +138,6 @@ def _with_teacher(config: Config, args: argparse.Namespace) -> Iterator[Config]:
 
     check_config(config)
     log_file = Path(f"{config.trainer.run_dir}.teacher.log")
-    log_file.parent.mkdir(parents=True, exist_ok=True)
     with own_teacher(args.teacher, teacher_flags(config, args.teacher_gpus), log_file) as port:
         yield config.with_values({"teacher.server_ip": "127.0.0.1", "teacher.server_port": port})
 

@@ -100,6 +100,11 @@ class HeadLoss(torch.autograd.Function):
         return hidden_grad, head_grad, None, None, None, None, None, None
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / cap), as in Gemma 2; None: the logits."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def logits_buffer(hidden: Tensor, n_rows: int, n_columns: int) -> Tensor:
     """Return [n_rows, n_columns], uninitialized, with the dtype and device of `hidden`.
 

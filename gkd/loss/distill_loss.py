@@ -24,7 +24,7 @@ from gkd.config.loss_spec import LossSpec
 from gkd.data.columns import ALL_COLUMNS, Columns
 from gkd.errors import DataError
 from gkd.loss.choices import listed_choices
-from gkd.loss.chunked import HeadLoss, LogitsLoss
+from gkd.loss.chunked import HeadLoss, LogitsLoss, capped
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
 from gkd.loss.text_tables import TeacherList, UnitTables
@@ -48,7 +48,6 @@ from gkd.loss.vocab_parallel import (
     write_logits_gradient,
 )
 from gkd.types import TokenTargets
-from teacher_server.engines.signals import capped
 from teacher_server.wire.protocol import Signal
 
 

@@ -62,6 +62,7 @@ def own_teacher(model: str, flags: Sequence[str], log_file: Path) -> Iterator[in
     Raises:
         TeacherUnavailable: the server ended before it was ready.
     """
+    log_file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gkd_teacher_") as folder:
         ready = Path(folder, "ready.json")
         words = ["--model", model, "--port", "0", *flags, "--ready-file", str(ready)]

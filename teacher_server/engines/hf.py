@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
-from teacher_server.engines.signals import MatrixStream, capped, score_hidden
+from teacher_server.engines.signals import MatrixStream, score_hidden
 from teacher_server.engines.weight_files import read_json, some_names
 from teacher_server.errors import ServerError
 from teacher_server.vision.processor import ImageProcessor
@@ -107,7 +107,7 @@ class HfEngine:
         factor, cap = change_of_logits(model)
         if (factor, cap) != (1.0, None):
             self.has_plain_head = False
-            self._logits = lambda hidden: capped(self._head(hidden) * factor, cap)
+            self._logits = lambda hidden: _changed(self._head(hidden), factor, cap)
         self._check_head_alone(path)
         self.prefix_block = self._find_prefix_block() if share_prompts and self._device.type == "cpu" else 0
         self._longrope_limit = _longrope_limit(self._backbone)
@@ -228,6 +228,11 @@ def change_of_logits(model: Any) -> tuple[float, float | None]:
         if value := values.get(name):
             factor *= value**power
     return factor, values.get(_CAP) or None
+
+
+def _changed(logits: torch.Tensor, factor: float, cap: float | None) -> torch.Tensor:
+    logits = logits * factor
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def auto_class(config: Any, *, images: bool = False) -> Any:

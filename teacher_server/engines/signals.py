@@ -25,11 +25,6 @@ CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # [C, H] -> [C, V], which the caller may overwrite
 
 
-def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return cap * tanh(logits / cap), as in Gemma 2; None: the logits."""
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 @torch.inference_mode()
 def score_hidden(
     hidden: torch.Tensor,

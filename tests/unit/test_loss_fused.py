@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.errors import DataError, NumericsError
 from gkd.loss import chunked
+from gkd.loss.chunked import capped
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
-from teacher_server.engines.signals import capped
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import KERNELS, SHARD, V_PADDED, Batch, H, V, distill_loss
 

@@ -52,9 +52,10 @@ from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
 from gkd.hf.model_folder import open_tensors, some_names
 from gkd.log import get_logger
+from gkd.loss.chunked import capped
 from gkd.types import MicroBatch, Rollout
 from teacher_server.engines.base import RowStream, ScoreParams, TokenSequence, request_problem, stream_rows
-from teacher_server.engines.signals import CHUNK_BYTES, capped, score_hidden
+from teacher_server.engines.signals import CHUNK_BYTES, score_hidden
 from teacher_server.vision.processor import ImageProcessor
 from teacher_server.wire.payload import TopKScores
 

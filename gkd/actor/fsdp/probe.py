@@ -19,7 +19,7 @@ from gkd.actor.fsdp.attention import Pack, refuse_packing
 from gkd.actor.fsdp.model import LossModel, reshard
 from gkd.errors import ConfigError, GkdError
 from gkd.log import get_logger
-from teacher_server.engines.signals import capped
+from gkd.loss.chunked import capped
 
 log = get_logger("actor.fsdp")
 
