@@ -41,7 +41,7 @@ LINES_OF_ALL_RANKS = "CUDA_VISIBLE_DEVICES=|host RSS"
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a run has left: its folder, the last line of metrics.jsonl, and the student in Hugging Face format."""
+    """Holds what a run has left: folder, last line of metrics.jsonl, and the student in Hugging Face format."""
 
     folder: Path
     metrics: dict[str, Any]

@@ -1,4 +1,4 @@
-"""`gkd train --student A --teacher B --data FILE`: one line, without a YAML and a second terminal."""
+"""Train with one line, without a YAML and a second terminal: `gkd train --student A --teacher B --data FILE`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(lab: Lab, folder: Path, teacher: Path, *more: str) -> subprocess.Compl
 
 
 def test_one_line_trains_with_a_teacher_of_its_own(lab: Lab, tmp_path: Path, shared_ray: str) -> None:
-    """Fails if the line needs a file or another terminal, leaves the server behind, or cannot be resumed as it says."""
+    """Fails if the line needs a file or another terminal, or leaves the server behind."""
     done = train(lab, tmp_path, lab.teacher, shared_ray, "trainer.device=cpu")
     assert done.returncode == 0, done.stderr[-4000:]
     run_dir = tmp_path / "runs" / f"{lab.student.name}-1"

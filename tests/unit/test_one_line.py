@@ -1,4 +1,4 @@
-"""What `gkd train --student A --teacher B --data FILE` and `gkd init` make of their words."""
+"""Test what `gkd train --student A --teacher B --data FILE` and `gkd init` make of their words."""
 
 from __future__ import annotations
 
