@@ -87,9 +87,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "python -m gkd.main_gkd",
+        "gkd train",
         "On-policy distillation: train a student on its own responses, scored by a teacher.",
-        f"{_keys_help(all_keys())}\n\nexample:\n  python -m gkd.main_gkd --config mine.yaml actor.optim.lr=1e-3",
+        f"{_keys_help(all_keys())}\n\nexample:\n  gkd train --config mine.yaml actor.optim.lr=1e-3",
         add_help=False,
     )
     about = "print this and all keys, or the keys of one section, e.g. actor.optim"

@@ -49,7 +49,7 @@ def main() -> int:
         description="Distill SmolLM2-135M into 12 of its layers that have another tokenizer, on a CPU.",
         epilog=f"key=value arguments override {CONFIG}, e.g. trainer.total_steps=10",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     args = parser.parse_args()
     return processes.run_parts(lambda: run(args.overrides))
 

@@ -30,7 +30,7 @@ def main() -> int:
         epilog="key=value arguments override configs/quickstart_cpu.yaml (quickstart_one_gpu.yaml where torch sees one "
         "GPU, quickstart_gpu.yaml where it sees several), e.g. trainer.total_steps=20",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the summary to this file")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by all parts, which load small models

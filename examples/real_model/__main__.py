@@ -43,7 +43,7 @@ def main() -> int:
         "--teacher", choices=("smollm2",), help="of --task examples, with another tokenizer; otherwise Gemma itself"
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the figures to this JSON file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     args = parser.parse_intermixed_args()
     if args.teacher and args.task != "examples":
         parser.error("--teacher belongs to --task examples")

@@ -26,7 +26,7 @@ def main() -> int:
         description="The language model of a small student learns to read images; takes two minutes on two cores.",
         epilog=f"key=value arguments override {CONFIG}, e.g. trainer.total_steps=20",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by all parts, which load small models
     return processes.run_parts(lambda: _run(args.overrides))
