@@ -50,7 +50,7 @@ _EXAMPLES = """commands, each with its own --help:
 
 examples:
   a teacher on this machine's CPU, for a first run:
-    gkd teacher --model models/tiny --port 15555
+    gkd teacher --model models/quickstart/teacher --port 15555
 
   two model copies on four GPUs, reachable from other hosts with a key:
     gkd teacher keygen keys --client trainer
@@ -64,7 +64,7 @@ examples:
     gkd teacher --config teacher.yaml --port 15600
 
   in a script: use any free port and wait for the file, which contains the port:
-    gkd teacher --model models/tiny --port 0 --ready-file run/teacher.json
+    gkd teacher --model models/quickstart/teacher --port 0 --ready-file run/teacher.json
 
 signals: SIGTERM and SIGINT stop the server at once; SIGUSR1 drains it.
 exit code: 0 after a signal or a drain, 2 after an error (one line on stderr)

@@ -224,7 +224,7 @@ def test_help_shows_examples(name: str) -> None:
 def test_the_main_help_lists_the_commands(tiny_model: Path) -> None:
     """Fails if --help without a command lacks a first example or the other commands."""
     done = subprocess.run(server_command(tiny_model, "--help"), capture_output=True, text=True, timeout=20, check=True)
-    assert "gkd teacher --model models/tiny --port 15555" in done.stdout
+    assert "gkd teacher --model models/quickstart/teacher --port 15555" in done.stdout
     assert all(name in done.stdout for name in ("worker ", "status ", "drain ", "keygen "))
 
 
