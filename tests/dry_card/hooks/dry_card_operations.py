@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
 from torch.utils._pytree import tree_map_only
 
 VALUES = os.environ.get("DRY_CARD_VALUES") == "1"
@@ -46,11 +46,14 @@ def refuse(name: str, *_: Any, **__: Any) -> None:
     raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int = -1) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int = -1, sinks: Tensor | None = None
+) -> Tensor:
     """Compute attention of one sequence, [tokens, heads, size]. With `causal` the last rows of q and k match.
 
     Args:
         window: positions to the left that a position attends to; -1: all.
+        sinks: of each head the score of one more position, which has no value.
     """
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=CPU)
@@ -58,6 +61,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
     mask = mask.tril(own) if causal else None
     if mask is not None and window >= 0:
         mask = mask.triu(own - window)
+    if sinks is not None:
+        assert mask is not None, "[dry_card] attention with sinks has values with a causal mask"
+        # A position before the others whose key has one more number: the sink's score, which its query multiplies by 1.
+        k, v = (pad(t.repeat_interleave(len(q) // len(k), 0), (0, i, 1, 0)) for t, i in ((k, 1), (v, 0)))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        k[:, 0, -1], q, mask = sinks / scale, pad(q, (0, 1), value=1.0), pad(mask, (1, 0), value=True)
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
@@ -186,6 +195,23 @@ def convolve(name: str, *given: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(card), getattr(torch.ops.aten, name)(*map(on_cpu, given)))
 
 
+def widen_bfloat16(name: str) -> None:
+    """Make an operation of Triton's interpreter compute bfloat16 in float32: it would compute with the bits."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    compute = getattr(InterpreterBuilder, name)
+
+    def widened(self, *given):  # type: ignore
+        is_narrow = [isinstance(part, TensorHandle) and part.dtype.scalar == tl.bfloat16 for part in given]
+        wide = [self.cast_impl(part, tl.float32) if n else part for part, n in zip(given, is_narrow, strict=True)]
+        result = compute(self, *wide)
+        is_changed = any(is_narrow) and name == "binary_op" and result.data.dtype == "float32"
+        return self.cast_impl(result, tl.bfloat16) if is_changed else result
+
+    setattr(InterpreterBuilder, name, widened)
+
+
 def after_torch() -> None:
     """Give values to the operations of torch, and choose attention that has them."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs have no stand-in.
@@ -207,18 +233,98 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *_):  # t
         to[at] = new[: len(slots)][rows].to(to.dtype)
 
 
-def paged_attention(  # type: ignore
-    q, k, v, *, out=None, cu_seqlens_q, seqused_k, softmax_scale, block_table, window_size=None, **_
+def concat_and_cache_mla(latent, rotated, cache, slots, *_):  # type: ignore
+    rows = slots >= 0
+    cache.flatten(0, 1)[slots[rows]] = torch.cat([latent, rotated.flatten(1)], -1)[: len(slots)][rows].to(cache.dtype)
+
+
+def varlen_attention(  # type: ignore
+    q,
+    k,
+    v,
+    *,
+    out=None,
+    cu_seqlens_q,
+    cu_seqlens_k=None,
+    seqused_k=None,
+    softmax_scale,
+    block_table=None,
+    window_size=None,
+    q_v=None,
+    causal=False,
+    s_aux=None,
+    sinks=None,
+    softcap=0.0,
+    return_softmax_lse=False,
+    **_,
 ):
-    """Compute attention over caches [blocks, block size, heads, size]. vLLM passes the arguments by name."""
-    out = torch.empty_like(q) if out is None else out
+    """Compute attention over caches [blocks, block size, heads, size], or sequences. vLLM passes arguments by name."""
+    assert not softcap and not return_softmax_lse, "[dry_card] vLLM's attention has no values with caps and for sums"
+    sinks = s_aux if sinks is None else sinks
+    out = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
     window = -1 if window_size is None else int(window_size[0])
-    for i, ((first, last), m) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), seqused_k.tolist(), strict=False)):
+    ends = pairwise(cu_seqlens_q.tolist())
+    used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    starts = [0] * len(used) if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for i, ((first, last), m) in enumerate(zip(ends, used.tolist(), strict=False)):
         if last > first and m > 0:
-            of = block_table[i, : -(-m // k.shape[1])].long()
-            keys, values = (cached[of].flatten(0, 1)[:m].cpu() for cached in (k, v))
-            out[first:last] = attention(q[first:last].cpu(), keys, values, softmax_scale, True, window).to(out.device)
+            if block_table is None:
+                keys, values = (t[starts[i] : starts[i] + m].cpu() for t in (k, v))
+            else:
+                of = block_table[i, : -(-m // k.shape[1])].long()
+                keys, values = (cached[of].flatten(0, 1)[:m].cpu() for cached in (k, v))
+            own = q[first:last].cpu()
+            if q_v is not None:  # Latents are keys, too.
+                own, keys = torch.cat([own, q_v[first:last].cpu()], -1), torch.cat([keys, values], -1)
+            of_heads = None if sinks is None else sinks.cpu().to(own.dtype)
+            result = attention(own, keys, values, softmax_scale, causal, window, of_heads)
+            out[first:last] = result.to(out.device)
     return out
+
+
+def align_experts(topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad, *rest):  # type: ignore
+    assert rest in ((), (None,), (None, None)), "[dry_card] experts on several cards have no values"
+    places = topk_ids.flatten().cpu()
+    own = [(places == expert).nonzero()[:, 0] for expert in range(num_experts)]
+    rows = torch.cat([pad(each, (0, -len(each) % block_size), value=len(places)) for each in own])
+    blocks = torch.tensor([i for i, each in enumerate(own) for _ in range(-(-len(each) // block_size))])
+    for to, values, empty in ((sorted_token_ids, rows, len(places)), (experts_ids, blocks, -1)):
+        to.fill_(empty)[: len(values)] = values.to(to)
+    num_tokens_post_pad.fill_(len(rows))
+
+
+def choose_experts(scores_of, weights, ids, _, logits, renormalize, bias, *rest):  # type: ignore
+    scores = scores_of(logits.float())
+    ids.copy_((scores if bias is None else scores + bias).topk(ids.shape[1])[1])
+    chosen = scores.gather(1, ids.long())
+    chosen = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+    weights.copy_(chosen * (rest[0] if rest[1:] else 1.0))  # Sigmoids have a scale.
+
+
+def sum_experts(input, output, *_):  # type: ignore
+    output.copy_(input.float().sum(1))
+
+
+def silu_and_mul(result, input):  # type: ignore
+    gate, up = input.chunk(2, -1)
+    result.copy_(silu(gate) * up)
+
+
+def swigluoai_and_mul(result, input, alpha=1.702, limit=7.0):  # type: ignore
+    gate, up = input[..., ::2].clamp(max=limit), input[..., 1::2].clamp(-limit, limit)
+    result.copy_((up + 1) * gate * torch.sigmoid(gate * alpha))
+
+
+VLLM: dict[str, Callable[..., Any]] = {
+    "_C::silu_and_mul": silu_and_mul,
+    "_C::swigluoai_and_mul": swigluoai_and_mul,
+    "_C_cache_ops::concat_and_cache_mla": concat_and_cache_mla,
+    "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
+    "_moe_C::moe_align_block_size": align_experts,
+    "_moe_C::moe_sum": sum_experts,
+    "_moe_C::topk_sigmoid": partial(choose_experts, torch.sigmoid),
+    "_moe_C::topk_softmax": partial(choose_experts, partial(torch.softmax, dim=-1)),
+}
 
 
 def after_vllm() -> None:
@@ -228,6 +334,8 @@ def after_vllm() -> None:
     cuda_wrapper.find_loaded_library = lambda name: None  # It would find the real libcudart that torchvision has.
     if not VALUES:
         return
+    for name in ("binary_op", "create_dot"):
+        widen_bfloat16(name)
     from vllm import _custom_ops  # noqa: F401  It defines the operations.
     from vllm.ir.op import IrOp
     from vllm.model_executor.custom_op import CustomOp
@@ -240,19 +348,21 @@ def after_vllm() -> None:
     CustomOp.enabled = classmethod(lambda cls: False)
     IrOp.dispatch = lambda self, *_, **__: self.impls["native"]
     VocabParallelEmbedding.use_fused_embedding = property(lambda self: False, lambda self, value: None)
-    add_values("_C")
-    register("_C_cache_ops::reshape_and_cache_flash", reshape_and_cache_flash)
+    for namespace in ("_C", "_moe_C"):
+        add_values(namespace)
+    for name, call in VLLM.items():
+        register(name, call)
     kernel = triton_unified_attention.unified_attention
 
     def unified_attention(*args, **named):  # type: ignore
         # Tokens of images that attend to later ones are left to Triton's interpreter, which is slow.
         both_ways = named.get("mm_prefix_range") is not None and named["max_seqlen_q"] > 1
-        return (kernel if both_ways else paged_attention)(*args, **named)
+        return (kernel if both_ways else varlen_attention)(*args, **named)
 
     calls = {
         kernel: unified_attention,
         triton_reshape_and_cache_flash.triton_reshape_and_cache_flash: reshape_and_cache_flash,
-        flash_attn_interface.flash_attn_varlen_func: paged_attention,
+        flash_attn_interface.flash_attn_varlen_func: varlen_attention,
     }
     for module in [module for name, module in sys.modules.items() if name.startswith("vllm")]:
         # A module that was imported before may have the function, too.
