@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from itertools import pairwise
 from typing import Any
 
@@ -212,6 +212,12 @@ def widen_bfloat16(name: str) -> None:
     setattr(InterpreterBuilder, name, widened)
 
 
+def take_first_config(self, *args, run, **named):  # type: ignore
+    """Run a kernel without measuring its configurations, which takes Triton's interpreter minutes."""
+    self.configs = self.configs[:1]
+    return run(self, *args, **named)
+
+
 def after_torch() -> None:
     """Give values to the operations of torch, and choose attention that has them."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs have no stand-in.
@@ -334,19 +340,34 @@ def after_vllm() -> None:
     cuda_wrapper.find_loaded_library = lambda name: None  # It would find the real libcudart that torchvision has.
     if not VALUES:
         return
-    for name in ("binary_op", "create_dot"):
-        widen_bfloat16(name)
+    from triton.language.extra import cuda
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.interpreter import GridExecutor, _implicit_cvt
     from vllm import _custom_ops  # noqa: F401  It defines the operations.
     from vllm.ir.op import IrOp
     from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
     from vllm.vllm_flash_attn import flash_attn_interface
 
+    for name in ("binary_op", "create_dot"):
+        widen_bfloat16(name)
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # The interpreter runs one kernel after the other.
+    made = GridExecutor.__init__
+    def with_tensors(self, fn, arg_names, grid, *rest):
+        def sizes(given):
+            found = grid(given)
+            given |= {name: _implicit_cvt(value) for name, value in given.items() if isinstance(value, Tensor)}
+            return found
+        made(self, fn, arg_names, sizes if callable(grid) else grid, *rest)
+    GridExecutor.__init__ = with_tensors
+    Autotuner.run = partialmethod(take_first_config, run=Autotuner.run)
     # Layers compute with operations of torch. An operation of vLLM that is called nevertheless ends the run.
     CustomOp.enabled = classmethod(lambda cls: False)
     IrOp.dispatch = lambda self, *_, **__: self.impls["native"]
+    ll_bf16._cutedsl_available = False  # It compiles for a card.
     VocabParallelEmbedding.use_fused_embedding = property(lambda self: False, lambda self, value: None)
     for namespace in ("_C", "_moe_C"):
         add_values(namespace)
