@@ -110,7 +110,7 @@ class WeightReceiver(SleepMixin):
         self._gkd_dtypes = received
         derived: set[int] = set()
         for module in model.modules():
-            if isinstance(module, MLAAttention):  # it computes with products of a weight, which are its parameters
+            if isinstance(module, MLAAttention):  # it computes with parts of a weight, which are its parameters
                 module.process_weights_after_loading(self.model_runner.model_config.dtype)
                 derived |= set(map(id, module.parameters(recurse=False)))
         held = self._gkd_places()
