@@ -14,15 +14,16 @@ from collections.abc import Iterable
 
 from gkd.api import open_pools
 from gkd.cluster.garbage import collect_garbage_rarely
-from gkd.config.load import add_config, load_config, parse_overrides
+from gkd.config.load import add_config, load_config, parse_overrides, read_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys, sections
 from gkd.console.summary import Closing
-from gkd.console.terminal import Terminal
+from gkd.console.terminal import LINES, Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.preflight.preview import preview
 from gkd.run import interrupts
 from gkd.run.failure_policy import may_start_again, start_again
+from gkd.spans import driver
 from gkd.trainer import Trainer
 from teacher_server.config.command import command_parser
 from teacher_server.vision.images import ImageError
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     closing: Closing | None = None
     failure: GkdError | None = None
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides) if args.show_prompts else _settings(args)
         if args.show_prompts is not None:
             try:
                 for text in preview(config, args.show_prompts):
@@ -87,6 +88,17 @@ def run(config: Config, closing: Closing) -> None:
         with terminal.watching(trainer.metrics.state, pools.teacher_health):
             collect_garbage_rarely()
             trainer.fit()
+
+
+def _settings(args: argparse.Namespace) -> Config:
+    """Return the settings. Raises ConfigError: naming their mistakes, and then those that the other checks find."""
+    config, wrong = read_config(args.config, args.overrides)
+    if config is None or wrong:
+        from gkd.preflight.run import problems  # not for a right configuration: `open_pools` checks it
+
+        with Terminal(LINES, ""), driver.doing("checks"):
+            raise ConfigError.together(problems(config, wrong))
+    return config
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
