@@ -42,7 +42,7 @@ BOUNDS = {
     "files": 325,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
     "config_keys": 160,
-    "lines of tests": 69_257,
+    "lines of tests": 69_272,
     "lines of benches": 6_610,
     "lines of results": 8_000,
     "lines of the longest result": 200,

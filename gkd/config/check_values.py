@@ -34,17 +34,17 @@ class Mistakes:
     def __init__(self) -> None:
         self.found: list[ConfigError] = []  # each names one mistake
         self._raised: list[Exception] = []
-        self._keys: set[str] = set()
+        self.keys: set[str] = set()  # keys that are wrong, or not checked because of other mistakes
 
     def add(self, error: ConfigError, raised: Exception | None = None) -> None:
         """Add the mistakes that an error names. `raised` stands for it in `raise_all`."""
-        new = [each for each in error.parts() if not {each.key, *named_keys(str(each))} & self._keys]
+        new = [each for each in error.parts() if not {each.key, *named_keys(str(each))} & self.keys]
         self.found += new
         self._raised += [raised or error] * bool(new)
         for each in new:
-            self._keys |= {each.key, declared_key(each.key)} - {""}
+            self.keys |= {each.key, declared_key(each.key)} - {""}
             if not declared_key(each.key):  # there is no such key: the fix names the one that was meant
-                self._keys |= named_keys(each.fix)
+                self.keys |= named_keys(each.fix)
 
     @contextmanager
     def step(self, key: str, value: object = "") -> Iterator[None]:

@@ -132,12 +132,13 @@ def _checked(config: Config, mistakes: Mistakes, *, with_teacher: bool = True) -
             check_loss_functions(config)
     if on_hub and mistakes.found:
         log.warning("%s: downloaded and checked when the other mistakes are corrected", ", ".join(on_hub))
-        config = config.with_values({key: [] if key in FILES else "" for key in on_hub})
+        mistakes.keys |= on_hub.keys()
     for key in (*MODELS, *FILES):
-        with mistakes.step(key):
-            config = with_local_copies(config, (key,))
+        if key not in mistakes.keys:
+            with mistakes.step(key):
+                config = with_local_copies(config, (key,))
     log.info("checking the model, the prompts and the teacher")
-    device = ""  # until it is known, as the next three
+    device = ""  # empty: unknown
     n_student_vocab = 0
     tokenizer = None
     eos_ids: list[int] = []

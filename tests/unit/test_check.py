@@ -18,6 +18,7 @@ from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.preflight.run import preflight, problems
 from gkd.tools import check
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.hub import Hub
 from tests.structure import ROOT
 from tests.unit.test_quick_refusals import refusing_port
 
@@ -161,7 +162,7 @@ def test_all_rows_are_read(listed: Callable[..., list[ConfigError]], tmp_path: P
 def test_the_teachers_silence_is_told_apart(
     listed: Callable[..., list[ConfigError]], gkd_log: pytest.LogCaptureFixture
 ) -> None:
-    """Fails if the silence of a teacher that is started later is a mistake, or the error of one mistake changes its type."""
+    """Fails if the silence of a teacher that starts later is a mistake, or the only mistake has another type."""
     with refusing_port() as port:
         server = ("teacher.backend=zmq", "teacher.path=", f"teacher.server_port={port}")
         assert not listed(*server, with_teacher=False) and str(port) not in gkd_log.text
@@ -171,3 +172,17 @@ def test_the_teachers_silence_is_told_apart(
             preflight(load_config("right.yaml", server))
         with pytest.raises(ConfigError, match="teacher.server_port"):
             preflight(load_config("right.yaml", [*server, "data.prompt_key=question"]))
+
+
+@pytest.mark.parametrize("words", [["rollout.n=0"], []])
+def test_a_model_of_the_hub_is_downloaded_if_nothing_is_wrong(folder: Path, tmp_path: Path, words: list[str]) -> None:
+    """Fails if a typo is found behind a download of weights, or a model that was not downloaded is a mistake."""
+    with Hub(tmp_path / "cache") as hub:
+        hub.push("org/model", folder / "qwen3")
+        command = [sys.executable, "-m", "gkd.tools.check", "right.yaml", "model.path=org/model", *words]
+        paths = hub.environment(PYTHONPATH=f"{ROOT}:{folder}")
+        done = subprocess.run(command, cwd=folder, env=paths, capture_output=True, text=True, timeout=120, check=False)
+        is_downloaded = any("model.safetensors" in request for request in map(str, hub.requests))
+    assert is_downloaded == (not words), done.stderr
+    keys = [line.partition(" = ")[0] for line in done.stdout.splitlines()]
+    assert (done.returncode, keys) == (2, ["rollout.n"]) if words else done.returncode == 0
