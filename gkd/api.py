@@ -21,7 +21,6 @@ from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys
 from gkd.console.summary import Closing
 from gkd.console.terminal import Terminal
-from gkd.log import get_logger
 from gkd.memory.offload_manager import state_offload_manager
 from gkd.roles import Roles
 from gkd.run.folder import EXPORT
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from gkd.preflight.run import Plan
 
 __all__ = ["Config", "Finished", "Pools", "load_config", "open_pools", "state_offload_manager", "train"]
-
-log = get_logger("main")
 
 # Ray prints one of the lines that differ in numbers alone, except for these of each rank: its GPUs, and its memory.
 LINES_OF_ALL_RANKS = "CUDA_VISIBLE_DEVICES=|host RSS"
@@ -122,17 +119,6 @@ def open_pools(config: Config, *, engines_sleep: bool = False) -> Iterator[Pools
         plan = preflight(config)
         facts = describe_start(config, plan)
     plan.folder.add_start(facts)
-    log.info(
-        "teacher %s (%s), %d %s token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
-        ", ".join(teacher.model_name for teacher in plan.teachers),
-        plan.teachers[0].engine,
-        plan.n_vocab,
-        "shared" if plan.pair is None else "student",
-        len(plan.train_prompts),
-        len(plan.val_prompts),
-        plan.device,
-        plan.folder.root,
-    )
     with driver.doing("importing Ray"):
         from gkd.start.launcher import started_roles  # a heavy import, after the cheap checks
 

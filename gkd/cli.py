@@ -25,6 +25,7 @@ COMMANDS = {
         "--model Qwen/Qwen2.5-7B-Instruct --gpus 4,5,6,7",
     ),
     "score": ("gkd.tools.score", "score dataset responses once, to train without a teacher", "--config mine.yaml"),
+    "check": ("gkd.tools.check", "list every mistake that can be found without a start", "--config mine.yaml"),
     "check-gpus": ("gkd.tools.check_gpus", "report which rank is on which GPU", "--config mine.yaml"),
     "memory": ("gkd.tools.memory", "predict the memory of each rank", "--config mine.yaml --gpu-gib 80"),
     "split": ("gkd.tools.split", "recommend a split of the GPUs from a run", "runs/mine --gpus 8"),

@@ -15,19 +15,21 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from gkd.api import run
-from gkd.config.load import add_config, load_config, parse_overrides
+from gkd.config.load import add_config, load_config, parse_overrides, read_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys, sections
 from gkd.console.summary import Closing
+from gkd.console.terminal import LINES, Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.preflight.preview import preview
 from gkd.run import interrupts
 from gkd.run.failure_policy import may_start_again, start_again
+from gkd.spans import driver
 from teacher_server.config.command import command_parser
 from teacher_server.vision.images import ImageError
 
@@ -44,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     own: list[str] = []  # settings that were chosen here
     failure: GkdError | None = None
     try:
-        config = load_config(args.config, overrides := _overrides(args))
+        overrides = _overrides(args)
+        config = load_config(args.config, overrides) if args.show_prompts else _settings(args, overrides)
         if args.show_prompts is not None:
             try:
                 for text in preview(config, args.show_prompts):
@@ -83,6 +86,22 @@ def main(argv: list[str] | None = None) -> int:
         if argv is None and failure is not None and closing.state is not None and may_start_again(failure, config):
             start_again(environment, own)
     return code
+
+
+def _settings(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return the settings. Raises ConfigError: naming their mistakes, and then those that the other checks find.
+
+    Before a teacher is started for the run, everything else is checked.
+    """
+    config, wrong = read_config(args.config, overrides)
+    if config is None or wrong or args.teacher:
+        from gkd.preflight.run import problems  # not for a right configuration: `open_pools` checks it
+
+        with Terminal(LINES, ""), driver.doing("checks"):
+            found = problems(config, wrong, with_teacher=not args.teacher)
+        if found or config is None:
+            raise ConfigError.together(found)
+    return config
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -133,10 +152,8 @@ def _with_teacher(config: Config, args: argparse.Namespace) -> Iterator[Config]:
     if not args.teacher:
         yield config
         return
-    from gkd.config.check import check_config
     from gkd.start.own_teacher import own_teacher, teacher_flags
 
-    check_config(config)
     log_file = Path(f"{config.trainer.run_dir}.teacher.log")
     with own_teacher(args.teacher, teacher_flags(config, args.teacher_gpus), log_file) as port:
         yield config.with_values({"teacher.server_ip": "127.0.0.1", "teacher.server_port": port})
