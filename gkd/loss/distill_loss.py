@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
@@ -128,6 +129,7 @@ class DistillLoss:
         *,
         reduce_hidden_grad: bool = True,
         head_grad_sum: Tensor | None = None,
+        bias: Tensor | None = None,
         cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss of all rows from hidden states. Collective over the shard's group.
@@ -137,7 +139,8 @@ class DistillLoss:
             head: [V_local, H] this rank's rows of the student's LM head.
             reduce_hidden_grad: sum the gradient of `hidden` over the group. False: return this rank's part only, if
                 the caller sums it (sequence parallel: the backward pass of the gather is a reduce-scatter).
-            cap: the logits are cap * tanh(hidden @ head.T / cap), as in Gemma 2; None: without tanh.
+            bias: [V_local], added to the logits.
+            cap: the logits are cap * tanh((hidden @ head.T + bias) / cap), as in Gemma 2; None: without tanh.
             head_grad_sum: [V_local, H] float32: the forward pass adds the gradient of `head` to it, so the backward
                 pass must start with a gradient of 1. If `head` requires a gradient, it gets one of undefined values.
 
@@ -148,15 +151,16 @@ class DistillLoss:
             NumericsError, DataError: see `check`.
         """
         self.check(targets)
-        targets = self._weighed(targets, lambda first: first.from_hidden(hidden, head, targets, cap=cap))
+        targets = self._weighed(targets, lambda first: first.from_hidden(hidden, head, targets, bias=bias, cap=cap))
         scales = None
-        if cap is None:
+        if cap is None and bias is None:
             hidden = self._at_temperatures(hidden, targets)
         else:
             scales = self._scales(hidden, targets)
         if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores no_grad
             hidden, head, head_grad_sum = hidden.detach(), head.detach(), None
-        loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad, head_grad_sum, cap, scales)
+            bias = None if bias is None else bias.detach()
+        loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad, head_grad_sum, bias, cap, scales)
         return loss, sums
 
     def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
@@ -411,12 +415,17 @@ def logprobs_of_logits(loss: DistillLoss, logits: Tensor, ids: Tensor) -> Tensor
 
 @torch.no_grad()
 def logprobs_of_hidden(
-    loss: DistillLoss, hidden: Tensor, head: Tensor, ids: Tensor, cap: float | None = None
+    loss: DistillLoss,
+    hidden: Tensor,
+    head: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute the same from [N, H] final hidden states and the [V, H] LM head, one chunk of logits at a time."""
     step = loss.rows_per_chunk(len(head), hidden.element_size())
     parts = [
-        logprobs_of_logits(loss, capped(hidden[i : i + step] @ head.T, cap), ids[i : i + step])
+        logprobs_of_logits(loss, capped(F.linear(hidden[i : i + step], head, bias), cap), ids[i : i + step])
         for i in range(0, max(len(hidden), 1), step)
     ]
     return torch.cat(parts)

@@ -362,7 +362,7 @@ def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
 # Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
 
 # Function of the [N, H] hidden states and the [V, H] weight. The weight is gathered only during the call.
-# Its argument `cap` is the soft cap of logits or None.
+# Its arguments `bias` and `cap` are those of `DistillLoss.from_hidden`.
 HeadUse = Callable[..., Any]
 
 
@@ -391,7 +391,10 @@ class RowsHead(nn.Module):
             hidden = hidden.flatten(0, 1).index_select(0, self.rows)[None]
         if use is None:
             return F.linear(hidden, self.weight, self.bias)
-        return use(hidden[0] if self.factor == 1 else hidden[0] * self.factor, self.weight, cap=self.cap)
+        if self.factor == 1:
+            return use(hidden[0], self.weight, bias=self.bias, cap=self.cap)
+        bias = None if self.bias is None else self.bias * self.factor
+        return use(hidden[0] * self.factor, self.weight, bias=bias, cap=self.cap)
 
 
 # Put the offloaded shards of a rank into one pinned block of host memory.
