@@ -32,6 +32,7 @@ COMMANDS = {
     "report": ("gkd.tools.report.__main__", "write one HTML page about runs", "runs/mine runs/other"),
     "where": ("gkd.tools.where", "show which tokens the KL of a run is at", "runs/mine"),
     "replay": ("gkd.tools.replay", "make a recorded step again and compare", "runs/mine --step 20"),
+    "env": ("gkd.tools.env", "print versions, hardware and variables, for the report of a problem", "> env.txt"),
     "trace": ("gkd.tools.trace", "write what each process did, for Perfetto", "runs/mine --steps 10-12"),
 }
 
@@ -41,7 +42,23 @@ def usage() -> str:
     lines = ["usage: gkd COMMAND ...", "", "On-policy distillation. `gkd COMMAND --help` has the arguments.", ""]
     for name, (_, what, example) in COMMANDS.items():
         lines += [f"  {name:<12}{what}", f"{'':14}gkd {name} {example}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, '  completion  let bash complete commands and keys: eval "$(gkd completion)"'])
+
+
+def completion() -> str:
+    """Return a script with which bash completes the commands, and behind them keys of settings and files."""
+    from gkd.config.schema_sections import all_keys
+
+    return f"""_gkd() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}"
+    if [ "$COMP_CWORD" = 1 ]; then
+        COMPREPLY=($(compgen -W "{" ".join(COMMANDS)}" -- "$word"))
+    else
+        COMPREPLY=($(compgen -W "{" ".join(f"{name}=" for name in all_keys())}" -- "$word") $(compgen -f -- "$word"))
+        case "${{COMPREPLY[0]}}" in *=) compopt -o nospace 2>/dev/null ;; esac
+    fi
+}}
+complete -F _gkd gkd"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     script, *words = sys.argv if argv is None else ("gkd", *argv)
     if words[:1] == ["--version"]:
         print(f"gkd {metadata.version('gkd')}, Python {platform.python_version()}")
+        return 0
+    if words == ["completion"]:
+        print(completion())
         return 0
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]

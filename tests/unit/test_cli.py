@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -51,6 +53,21 @@ def test_a_command_describes_itself_as_it_was_typed(name: str, tmp_path: Path) -
     assert done.returncode == 0 and done.stdout.startswith(f"usage: gkd {name} ")
     assert f"  gkd {name} " in done.stdout.partition("example")[2], "an example"
     assert not {"torch", "ray"} & set(done.stderr.rpartition("modules:")[2].split())
+
+
+def test_bash_completes_commands_and_keys(tmp_path: Path) -> None:
+    """Fails if the script is not one that bash can run, or leaves out a command or a key."""
+    script = tmp_path / "script"
+    script.write_text(gkd(tmp_path, "completion").stdout)
+    for words, expected in (("gkd tr", "train trace"), ("gkd train actor.optim.l", "actor.optim.lr=")):
+        typed = f'. {script}; COMP_WORDS=({words}); COMP_CWORD={words.count(" ")}; _gkd; echo "${{COMPREPLY[*]}}"'
+        assert subprocess.run(["bash", "-c", typed], capture_output=True, text=True).stdout == f"{expected}\n"
+
+
+def test_the_environment_is_described(tmp_path: Path) -> None:
+    """Fails if the report of a problem lacks versions or the machine."""
+    facts = json.loads(gkd(tmp_path, "env").stdout)
+    assert facts["versions"]["torch"] and facts["python"] == platform.python_version() and "gpus" in facts
 
 
 def test_the_help_may_be_cut_off(tmp_path: Path) -> None:
