@@ -58,7 +58,7 @@ def check(config: Config) -> GpuMap:
     with driver.doing("importing torch and Ray"):
         # Imported here: an invalid setting is reported before torch is imported.
         from gkd.preflight.machine import resolve_device
-        from gkd.preflight.run import check_ray_installed
+        from gkd.preflight.settings import check_ray_installed
 
         check_ray_installed()
         from gkd.scoring.teacher.gpus import teacher_rows, with_own_gpus

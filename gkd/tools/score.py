@@ -17,7 +17,7 @@ from gkd.console.numbers import clock, count
 from gkd.data.chunks import dataset_rollouts
 from gkd.errors import CheckpointError, ConfigError, DataError, ModelError
 from gkd.log import get_logger
-from gkd.preflight.run import ScoringPlan, check_scoring
+from gkd.preflight.scoring import ScoringPlan, check_scoring
 from gkd.preflight.teacher import record_teachers
 from gkd.run import interrupts
 from gkd.scoring.endpoint import ScoringEndpoint

@@ -7,7 +7,7 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec, teacher_signals
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig
-from gkd.preflight.run import stale_losses, warn_about_settings
+from gkd.preflight.settings import stale_losses, warn_about_settings
 from teacher_server.wire.protocol import Signal
 from tests.refusals import refuses
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gkd.config.load import load_config
-from gkd.preflight.run import check_schedule, early_end_warning
+from gkd.preflight.settings import check_schedule, early_end_warning
 from tests.refusals import refuses
 
 

@@ -21,7 +21,8 @@ from gkd.config.schema_teacher import RouteConfig
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.sampler import PromptSampler, make_sampler
 from gkd.metrics.writer import read_metrics
-from gkd.preflight.run import check_shares, teacher_identity
+from gkd.preflight.run import teacher_identity
+from gkd.preflight.settings import check_shares
 from gkd.run.folder import teacher_json
 from gkd.run.open import check_same_run, check_same_teacher
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
