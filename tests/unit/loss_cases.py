@@ -6,7 +6,6 @@ Letters as in `gkd.types`; V_PADDED columns of the student's LM head, the last o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec, LossTerm, Tail
 from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.reference import DIVERGENCES, kl, outcomes, token_losses
 from gkd.loss.row_kernels import RowKernels, TorchRows
 from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, row_logprobs, write_logits_gradient
 from gkd.types import TokenTargets
@@ -146,37 +146,9 @@ def train(loss: DistillLoss, batch: Batch, targets: TokenTargets, *, fused: bool
     return [total.detach(), sums, hidden.grad, head.grad]
 
 
-def kl(a: Tensor, b: Tensor) -> Tensor:
-    """Return sum a log(a / b) over the last dimension, for positive a and b."""
-    return (a * (a.log() - b.log())).sum(dim=-1)
-
-
-def _jsd(q: Tensor, p: Tensor, term: LossTerm) -> Tensor:
-    m = term.beta * p + (1 - term.beta) * q
-    return term.beta * kl(p, m) + (1 - term.beta) * kl(q, m)
-
-
 def _alpha_divergence(q: Tensor, p: Tensor, term: LossTerm) -> Tensor:
     a = term.alpha
     return ((a * p + (1 - a) * q - p**a * q ** (1 - a)) / (a * (1 - a))).sum(dim=-1)
-
-
-# Probabilities of student and teacher -> the divergence; see the table in docs/losses.md.
-REFERENCES: dict[str, Callable[[Tensor, Tensor, LossTerm], Tensor]] = {
-    "forward_kl": lambda q, p, term: kl(p, q),
-    "reverse_kl": lambda q, p, term: kl(q, p),
-    "jsd": _jsd,
-    "skew_kl": lambda q, p, term: kl(p, term.alpha * p + (1 - term.alpha) * q),
-    "skew_reverse_kl": lambda q, p, term: kl(q, (1 - term.alpha) * p + term.alpha * q),
-    OWN: _alpha_divergence,
-}
-
-
-def with_tail(listed: Tensor, tail: Tail) -> Tensor:
-    """Return the outcomes of [n, k] probabilities under a tail policy."""
-    if tail == "bucket":
-        return torch.cat([listed, 1 - listed.sum(dim=-1, keepdim=True)], dim=-1)
-    return listed / listed.sum(dim=-1, keepdim=True) if tail == "renorm" else listed
 
 
 def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -188,7 +160,8 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
     if signal == "topk":
         p_list, ids = p.topk(K)
         q_list = q.gather(1, ids)
-        outcomes_q, outcomes_p = with_tail(q_list, spec.tail), with_tail(p_list, spec.tail)
+        outcomes_q = outcomes(q_list, spec.tail)
+        outcomes_p = outcomes(p_list, spec.tail)
         values |= {"teacher_topk_mass": p_list.sum(dim=-1), "student_topk_mass": q_list.sum(dim=-1)}
         values["overlap"] = (p_list + q_list - (p_list - q_list).abs()).sum(dim=-1) / 2
     else:
@@ -213,8 +186,13 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
         scalar = scalar + spec.reward_weight * (slope * log_q * batch.on_policy).sum()
         total = total + spec.reward_weight * values["reward"]
     for term in spec.terms:
-        if term.name in REFERENCES:
-            values[term.name] = carrier = REFERENCES[term.name](outcomes_q, outcomes_p, term)
+        if term.name == OWN:
+            values[term.name] = carrier = _alpha_divergence(outcomes_q, outcomes_p, term)
+        elif term.name in DIVERGENCES:
+            k = K if signal == "topk" else 0
+            teacher = batch.teacher_hidden @ batch.teacher_head.T
+            carrier = token_losses(logits[:, :V], teacher, term, temperature=spec.temperature, k=k, tail=spec.tail)
+            values[term.name] = carrier
         elif term.name == "sft":
             values["sft"] = carrier = -log_q * ~batch.on_policy
         else:

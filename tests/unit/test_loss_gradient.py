@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
+from gkd.loss.reference import DIVERGENCES, outcomes
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.unit.loss_cases import (
-    REFERENCES,
     SHARD,
     TAILS,
     V_PADDED,
@@ -23,7 +23,6 @@ from tests.unit.loss_cases import (
     normal,
     topk_of_mass,
     topk_targets,
-    with_tail,
 )
 
 MASSES = (0.3, 0.7, 0.999)
@@ -77,7 +76,7 @@ def test_values_against_written_out_sums(name: str, tail: Tail, mass: float) -> 
     ids, logprobs = topk_of_mass(mass)
     logits = normal(N, V_PADDED, seed=1)
     q = (logits[:, :V] / 0.7).softmax(dim=-1).gather(1, ids)
-    expected = REFERENCES[name](with_tail(q, tail), with_tail(logprobs.exp(), tail), spec.terms[0])
+    expected = DIVERGENCES[name](outcomes(q, tail), outcomes(logprobs.exp(), tail), spec.terms[0])
     torch.testing.assert_close(_table_losses(logits, topk_targets(ids, logprobs), spec), expected)
 
 

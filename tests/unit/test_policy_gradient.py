@@ -11,13 +11,13 @@ from torch import Tensor
 from gkd.config.loss_spec import POLICY_GRADIENT_NAMES, LossSpec, LossTerm
 from gkd.errors import DataError
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate
+from gkd.loss.reference import kl
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.unit.loss_cases import (
     KERNELS,
     distill_loss,
-    kl,
     logprobs_of,
     normal,
 )

@@ -15,10 +15,11 @@ from gkd.actor.inputs import ChunkInputs
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import DataError, TeacherError
+from gkd.loss.reference import kl
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import Rollout, TeacherScores, TokenTargets
 from teacher_server.wire.protocol import Signal
-from tests.unit.loss_cases import Batch, N, V, distill_loss, kl, normal, train, written_out
+from tests.unit.loss_cases import Batch, N, V, distill_loss, normal, train, written_out
 
 MIXTURE = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
 CLIP, WEIGHT = 1.1, 0.3
