@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from gkd.spans import ProcessSpans
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
 FINISH_REASONS = ("stop", "length", "environment", "environment_error")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One row of a prompt file, tokenized."""
+class Prompt(msgspec.Struct, frozen=True, array_like=True):
+    """One row of a prompt file, tokenized. The engines receive it through `gkd.data.codec`."""
 
     prompt_id: int  # row number over all files; stable between runs
     token_ids: np.ndarray  # [P] int32

@@ -23,29 +23,24 @@ from gkd.types import Prompt
 from teacher_server.vision.images import EncodedImage
 
 
-class _Sent(msgspec.Struct, array_like=True):
-    """A prompt and its index in the batch, as the engines receive it. Token ids are the bytes of int32."""
-
-    prompt_id: int
-    index: int
-    route: int
-    token_ids: bytes
-    teacher_ids: bytes | None
-    row: bytes | None
-    images: tuple[bytes, ...] = ()
+def _encoded(value: Any) -> bytes:
+    """Return the bytes of an image, or of token ids as int32."""
+    return value.data if isinstance(value, EncodedImage) else value.astype(np.int32).tobytes()
 
 
-_DECODER = msgspec.msgpack.Decoder(list[_Sent])
+def _decoded(kind: type, data: bytes) -> Any:
+    """Do the inverse of `_encoded` for a field of this type."""
+    return EncodedImage(data) if kind is EncodedImage else np.frombuffer(data, np.int32)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_DECODER = msgspec.msgpack.Decoder(list[tuple[int, Prompt]], dec_hook=_decoded)
 
 
 def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> bytes:
-    """Encode prompt ids, prompt indices, routes, the tokens of the prompts and of the teacher's, and rows."""
-    sent = []
-    for p, index in zip(prompts, prompt_indices, strict=True):
-        view = None if p.teacher_ids is None else p.teacher_ids.astype(np.int32).tobytes()
-        images = tuple(image.data for image in p.images)
-        sent.append(_Sent(p.prompt_id, index, p.route, p.token_ids.astype(np.int32).tobytes(), view, p.row, images))
-    return msgspec.msgpack.encode(sent)
+    """Encode prompts with their indices in the batch, without what only the driver needs."""
+    sent = [msgspec.structs.replace(prompt, answer=None, response_ids=None, own=None) for prompt in prompts]
+    return _ENCODER.encode(list(zip(prompt_indices, sent, strict=True)))
 
 
 def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
@@ -55,16 +50,10 @@ def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
         DataError: truncated or malformed data.
     """
     try:
-        sent = _DECODER.decode(data)
+        rows = _DECODER.decode(data)
     except msgspec.DecodeError as error:
         raise DataError(f"malformed prompt data: {error}") from error
-    prompts = []
-    for each in sent:
-        view = None if each.teacher_ids is None else np.frombuffer(each.teacher_ids, np.int32)
-        ids = np.frombuffer(each.token_ids, np.int32)
-        images = tuple(map(EncodedImage, each.images))
-        prompts.append(Prompt(each.prompt_id, ids, route=each.route, teacher_ids=view, row=each.row, images=images))
-    return prompts, [each.index for each in sent]
+    return [prompt for _, prompt in rows], [index for index, _ in rows]
 
 
 T = TypeVar("T")
