@@ -319,7 +319,13 @@ class Waiting:
     stream: JobStream
     prompt: Prompt
     index: int
-    missing: int  # bit i: sample i has not been returned
+    missing: set[int]  # sample indices that no engine has returned
+
+    @classmethod
+    def of(cls, stream: JobStream, prompt: Prompt, index: int) -> Waiting:
+        """Return a prompt of which no sample has been returned."""
+        n = stream.job.sampling.n
+        return cls(stream, prompt, index, set(range(index * n, (index + 1) * n)))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -327,43 +333,29 @@ class Waiting:
 
     @property
     def is_unanswered(self) -> bool:
-        return self.missing == all_samples(self.stream.job)
+        return len(self.missing) == self.stream.job.sampling.n
 
 
-def all_samples(job: Job) -> int:
-    """Return `Waiting.missing` of a prompt of which no sample has been returned."""
-    return (1 << job.sampling.n) - 1
+def take_missing(held: dict[tuple[int, int], Waiting], job: Job, sample_index: np.ndarray) -> list[int]:
+    """Record that an engine has returned these samples; return the positions of those that were missing, ascending.
 
-
-def take_missing(held: dict[tuple[int, int], Waiting], job: Job, sample_index: np.ndarray) -> np.ndarray:
-    """Record that an engine has returned these samples; return the places of the missing ones, ascending.
-
-    The others an engine that died had returned before.
+    Samples that an engine returned before it died were not missing any more: the next engine generates all samples of
+    their prompt again.
 
     Args:
         held: by job and prompt index, the prompts that the engine answers; complete ones are removed.
         sample_index: [n] distinct.
     """
-    n = job.sampling.n
-    order = np.argsort(sample_index)
-    of_prompts, samples = np.divmod(sample_index[order], n)
-    starts = np.flatnonzero(np.diff(of_prompts, prepend=-1))
-    ends = [*starts[1:].tolist(), len(order)]
-    bits = np.array(1, np.int64 if n < 63 else object) << samples
-    returned_bits = np.bitwise_or.reduceat(bits, starts).tolist()
-    kept = np.ones(len(order), bool)
-    for index, returned, start, end in zip(
-        of_prompts[starts].tolist(), returned_bits, starts.tolist(), ends, strict=True
-    ):
-        prompt = held.get(key := (job.id, index))
-        missing = 0 if prompt is None else prompt.missing
-        if returned & ~missing:
-            kept[order[start:end]] = [bool(missing & bit) for bit in bits[start:end].tolist()]
-        if prompt is not None:
-            prompt.missing = missing & ~returned
-            if not prompt.missing:
-                del held[key]
-    return np.flatnonzero(kept)
+    positions: list[int] = []
+    for position, sample in enumerate(sample_index.tolist()):
+        prompt = held.get((job.id, sample // job.sampling.n))
+        if prompt is None or sample not in prompt.missing:
+            continue
+        positions.append(position)
+        prompt.missing.remove(sample)
+        if not prompt.missing:
+            del held[prompt.key]
+    return positions
 
 
 class JobStream:
@@ -380,8 +372,7 @@ class JobStream:
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         """See `RolloutStream.admit`. Raises ClusterError: the stream is closed."""
-        missing = all_samples(self.job)
-        rows = [Waiting(self, prompt, i, missing) for prompt, i in zip(prompts, prompt_indices, strict=True)]
+        rows = [Waiting.of(self, prompt, i) for prompt, i in zip(prompts, prompt_indices, strict=True)]
         self._owner.admit(self, rows)
 
     def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
