@@ -142,7 +142,19 @@ class StreamScheduler:
         return None if len(parts[0]) < len(parts[1]) else parts
 
     def _takes(self, step: int) -> list[tuple[int, int]] | None:
-        """Return (version, n): the step takes n more finished prompts of this version or older. None: it must wait."""
+        """Return (version, n): the step takes n more finished prompts of this version or older. None: it must wait.
+
+        Example: step 5, max_staleness 2, 4 prompts a step; in flight are
+
+            version 3    3 prompts, 2 finished    due in step 5
+            version 4    5 prompts, 2 finished    due in step 6 at the latest
+            version 5    4 prompts, 0 finished    due in step 7 at the latest
+
+        Step 5 must take the 3 of version 3: it takes 2 now, and waits for one. Step 6 has room for 4 of the 5 prompts
+        of version 4, so step 5 must take one of them. Steps 6 and 7 have room for all others. The result is
+        [(3, 2), (4, 1), (5, 0)]: the last entry has the rest, which may be of any version; together with the late
+        prompt they are 4.
+        """
         size = len(self._positions(step))
         least = math.ceil(size / 2) if self._early_parts else size
         if self._n_finished < least:
