@@ -250,18 +250,13 @@ class MicroBatch:
         return int(self.loss_index.numel())
 
 
-# Handles and reports that the pools return to the driver.
-#
-# The driver reads sizes and numbers. Tokens and scores stay in the object stores of the hosts that made them; a
-# handle's `ref` names them there and is opaque to the driver.
-
-
-# Rollouts and scores
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutChunk:
-    """Handle of finished rollouts of one data-parallel group, possibly of several prompts; or of a part of them."""
+    """Handle of finished rollouts of one data-parallel group, possibly of several prompts; or of a part of them.
+
+    The driver reads its sizes. Tokens and scores stay in the object stores of the hosts that made them; `ref` names
+    them there, and is opaque to the driver.
+    """
 
     dp_rank: int  # group whose endpoint scores it; `gkd.data.scatter` may assign some sequences to other groups
     ref: Any  # points to list[Rollout] in an object store; with `sequence_indices` only some of them
@@ -423,9 +418,6 @@ class TeacherHealth:
     def label(self) -> str:
         """Return "teacher", with several of them and the route."""
         return f"teacher {self.route}".rstrip()
-
-
-# Training and evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,12 +117,6 @@ def kill_here(run: str, rank: str) -> list[str]:
         time.sleep(_POLL_S)
 
 
-# Make a pool on the GPUs of another pool (`trainer.colocate`).
-#
-# Ray assigns a GPU to one process, or fractions of it that have no relation to memory. The processes of the colocated
-# pool therefore request no GPU from Ray; CUDA_VISIBLE_DEVICES names the GPUs of the ranks that own them.
-
-
 @ray.remote(num_cpus=0, num_gpus=1, max_retries=0)
 def _gpus() -> list[str]:
     return [str(gpu) for gpu in ray.get_gpu_ids()]
@@ -130,6 +124,10 @@ def _gpus() -> list[str]:
 
 def colocated_pool(owner: Pool, spec: PoolSpec, timeout_s: float) -> Pool:
     """Return the slots of `spec`, each on adjacent GPUs of the owner's ranks. Starts no process.
+
+    This is `trainer.colocate`. Ray assigns a GPU to one process, or fractions of it that have no relation to
+    memory. The processes of the colocated pool therefore request no GPU from Ray; CUDA_VISIBLE_DEVICES names the
+    GPUs of the ranks that own them.
 
     Args:
         owner: pool with one GPU per rank, as many as `spec` requires, and on each node a multiple of

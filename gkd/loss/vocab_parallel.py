@@ -187,17 +187,14 @@ def write_logits_gradient(
     out[:, v_valid:] = 0.0
 
 
-# Mask or replace a few chosen columns in each row of a large matrix.
-#
-# Column -1 means none. A scatter needs equally long rows, so -1 is written to column 0, and column 0 is restored
-# afterwards. This avoids a device synchronization to count the valid entries.
-#
-# Letters: n rows, v columns, K chosen columns per row, distinct except for -1.
-
-
 @contextmanager
 def columns_without_mass(logits: Tensor, columns: Tensor) -> Iterator[None]:
     """Within the block, set `columns` [n, K] of `logits` [n, v] to -inf; restore them bit-exactly at the end.
+
+    Column -1 means none. A scatter needs equally long rows, so -1 is written to column 0, and column 0 is restored
+    afterwards. This avoids a device synchronization to count the valid entries.
+
+    Letters: n rows, v columns, K chosen columns per row, distinct except for -1.
 
     The version counter does not change, so autograd accepts logits that were saved for a backward pass.
     """

@@ -223,12 +223,6 @@ def gib(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.2f}" if n_bytes >= GIB / 10 or n_bytes <= 0 else f"{n_bytes / GIB:.2g}"
 
 
-# Count what the CUDA caching allocator does each step: calls of the driver, and retries after a failed one.
-#
-# If cudaMalloc fails, the allocator waits for the device, gives its whole cache back, and tries again. The step goes
-# on, only slower: such a run has no error, and cudaMalloc and cudaFree in every step.
-
-
 _COUNTS = {  # name here -> name in torch.cuda.memory_stats
     "alloc_retries": "num_alloc_retries",  # after a failed cudaMalloc
     "ooms": "num_ooms",  # because the repeated cudaMalloc failed, too
@@ -238,7 +232,11 @@ _COUNTS = {  # name here -> name in torch.cuda.memory_stats
 
 
 def read_counts(device: torch.device) -> dict[str, int]:
-    """Return the counts of this process on a device since it started, by the names of `_COUNTS`; none without CUDA."""
+    """Return the counts of this process on a device since it started, by the names of `_COUNTS`; none without CUDA.
+
+    If cudaMalloc fails, the allocator waits for the device, gives its whole cache back, and tries again. The step
+    goes on, only slower: such a run has no error, and cudaMalloc and cudaFree in every step.
+    """
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)  # empty before the first allocation

@@ -377,12 +377,6 @@ def _passes(lengths: Mapping[int, int], most: Callable[[int], float]) -> Iterato
         yield group
 
 
-# Compute a prompt once for the sequences of a batch that have it, on a CPU.
-#
-# The prompt's KV cache is repeated for the sequences of a pass, which then computes their responses only.
-#
-# Letters: P prompt tokens, R response tokens.
-
 # Prompts of fewer tokens are computed with each sequence: two small passes cost more than they save. Measured on a CPU
 # with 4 layers. On an H200 sharing was slower up to 2,048 tokens of prompt: the cache rules out the fast attention.
 SHORTEST_PROMPT = 64
@@ -431,6 +425,11 @@ def groups_of(batch: Sequence[TokenSequence], block: int) -> tuple[list[list[int
 def rows_of_group(backbone: Any, config: Any, batch: Sequence[TokenSequence], device: torch.device) -> list[Any]:
     """Return the [M, H] hidden states that predict the M response tokens with rows, of each sequence.
 
+    On a CPU the prompt is computed once. Its KV cache is repeated for the sequences of a pass, which then computes
+    their responses only.
+
+    Letters: P prompt tokens, R response tokens.
+
     Args:
         backbone: without the LM head.
         config: of the model, for its cache.
@@ -473,15 +472,13 @@ def _responses(backbone: Any, cache: DynamicCache, tokens: torch.Tensor) -> torc
     return torch.cat(parts, dim=1)
 
 
-# Compute the float32 linear layers of a model on a CPU by oneDNN, which torch uses for bfloat16 only.
-#
-# For float32 torch uses MKL, which is half as fast on AMD processors with AVX-512: 1.9 ms for a row of the LM head (V
-# = 152k, H = 512) against 0.95 ms. torch has no switch for it, so this module calls the operator that torch's
-# compiler substitutes for a linear layer.
-
-
 def use_onednn(model: torch.nn.Module) -> int:
-    """Replace the forward of every plain float32 linear layer, and return their number; 0 if torch lacks oneDNN."""
+    """Replace the forward of every plain float32 linear layer, and return their number; 0 if torch lacks oneDNN.
+
+    torch uses oneDNN on a CPU for bfloat16 only. For float32 it uses MKL, which is half as fast on AMD processors
+    with AVX-512: 1.9 ms for a row of the LM head (V = 152k, H = 512) against 0.95 ms. torch has no switch for it,
+    so this module calls the operator that torch's compiler substitutes for a linear layer.
+    """
     if not torch.backends.mkldnn.is_available():
         return 0
     layers = [

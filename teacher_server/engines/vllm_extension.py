@@ -249,16 +249,15 @@ def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, boo
     return logits, head, bool((own - whole).abs().amax() <= 0.02 * whole.abs().amax())
 
 
-# Let vLLM reuse the KV cache of a prompt, but never of a row whose hidden state is needed.
-#
-# vLLM's prefix cache finds the longest beginning of a request that it has computed, whole blocks of it, at most all
-# tokens but the last. Cached tokens are not computed, so they have no hidden states. Two responses may begin alike, and
-# a request may be repeated; then the longest beginning reaches into the response. This scheduler ends it at the first
-# row that the request needs.
-
-
 class CappedScheduler(Scheduler):
-    """vLLM's scheduler, for requests with `ROW_RANGES`: `EngineArgs.scheduler_cls`."""
+    """vLLM's scheduler, for requests with `ROW_RANGES`: `EngineArgs.scheduler_cls`.
+
+    It lets vLLM reuse the KV cache of a prompt, but never of a row whose hidden state is needed.
+    vLLM's prefix cache finds the longest beginning of a request that it has computed, whole blocks of it, at most
+    all tokens but the last. Cached tokens are not computed, so they have no hidden states. Two responses may begin
+    alike, and a request may be repeated; then the longest beginning reaches into the response. This scheduler ends
+    it at the first row that the request needs.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

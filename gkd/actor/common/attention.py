@@ -146,11 +146,6 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int
     return context.transpose(0, 1)[None]
 
 
-# Replace the FlashAttention-2 of this process by FlashAttention-3 or -4, `actor.attention`, after comparing results.
-#
-# torch dispatches to the other kernels for the whole process, so every model of the process is compared: the student,
-# a local teacher, and the reference. https://docs.pytorch.org/docs/stable/nn.attention.html
-
 # value of actor.attention -> name of the implementation in torch, and where its kernels are
 IMPLEMENTATIONS = {
     "fa3": ("FA3", "the package flash_attn_3 for Hopper, built for this torch"),
@@ -171,6 +166,9 @@ class Heads(NamedTuple):
 
 def use_flash_attention(attention: str, models: Iterable[Heads], dtype: torch.dtype, device: torch.device) -> None:
     """Replace torch's kernels by the kernels of `actor.attention`, fa3 or fa4, and compare results. Takes seconds.
+
+    torch dispatches to the other kernels for the whole process, so every model of the process is compared: the
+    student, a local teacher, and the reference. https://docs.pytorch.org/docs/stable/nn.attention.html
 
     Args:
         models: shapes that this process will compute.

@@ -386,18 +386,17 @@ def _whole(stream: RowStream, step: int) -> np.ndarray:
     return whole
 
 
-# Copy the next layer's weights to the GPU while a layer computes, for a lone rank with its shards in host memory.
-#
-# With several ranks fully_shard gathers the next layer on a stream of its own. A lone rank has nothing to gather, so
-# torch 2.13 copies each layer on the stream that computes: 43% of the time of a 7B model's pass over
-# micro-batches of 16,384 tokens on an H200. Depends on private names of fully_shard's records, as `into_one_block`.
-
-
 _ALIGN = 64  # bytes; a multiple of every item size
 
 
 class NextLayer:
     """Hooks of a model's layers, which fully_shard gathers one at a time in a forward pass without gradients.
+
+    They copy the next layer's weights to the GPU while a layer computes, for a lone rank with its shards in host
+    memory. With several ranks fully_shard gathers the next layer on a stream of its own. A lone rank has nothing to
+    gather, so torch 2.13 copies each layer on the stream that computes: 43% of the time of a 7B model's pass over
+    micro-batches of 16,384 tokens on an H200. Depends on private names of fully_shard's records, as
+    `into_one_block`.
 
     The memory of one layer is allocated during a pass. A pass copies what it uses: a refresh in between counts, and a
     pass that was not completed leaves nothing that the next one reads.

@@ -354,20 +354,19 @@ def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
     return max(blocks or lists, key=len)
 
 
-# Apply the student's LM head to the rows that carry loss, optionally fused with the loss.
-#
-# The module has the parameters of the head that it replaces. So fully_shard gathers them for exactly this forward
-# pass and reduces their gradient after its backward pass.
-#
-# Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
-
 # Function of the [N, H] hidden states and the [V, H] weight. The weight is gathered only during the call.
 # Its arguments `bias` and `cap` are those of `DistillLoss.from_hidden`.
 HeadUse = Callable[..., Any]
 
 
 class RowsHead(nn.Module):
-    """Replacement of a model's LM head with the same parameter names."""
+    """Replacement of a model's LM head with the same parameter names.
+
+    It applies the head to the rows that carry loss, optionally fused with the loss. fully_shard therefore gathers the
+    parameters for exactly this forward pass and reduces their gradient after its backward pass.
+
+    Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
+    """
 
     rows: Tensor | None = None  # [N] int64 into the flattened [B * S] positions; set during a forward pass
 
@@ -397,12 +396,6 @@ class RowsHead(nn.Module):
         return use(hidden[0] * self.factor, self.weight, bias=bias, cap=self.cap)
 
 
-# Put the offloaded shards of a rank into one pinned block of host memory.
-#
-# fully_shard pins each shard separately, and torch rounds each pinned allocation up to a power of two: a 7B model in
-# bfloat16 would take 27 GiB instead of 14. One allocation of the exact size, registered with CUDA in place, has no
-# such overhead. Depends on private names of torch 2.13: it replaces the memory of fully_shard's internal records.
-
 _ALIGN = 64  # bytes; a multiple of every item size
 # Memory must not be freed while CUDA has it pinned; an actor's models live as long as its process.
 _PINNED: list[Tensor] = []
@@ -416,6 +409,11 @@ def shard_records(module: Any) -> list[Any]:
 @torch.no_grad()
 def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
     """Move the shards of a model, with their values, into one block of memory. Call it before any forward pass.
+
+    fully_shard pins each shard separately, and torch rounds each pinned allocation up to a power of two: a 7B model
+    in bfloat16 would take 27 GiB instead of 14. One allocation of the exact size, registered with CUDA in place,
+    has no such overhead. Depends on private names of torch 2.13: it replaces the memory of fully_shard's internal
+    records.
 
     Args:
         root: its FSDP modules have their shards in host memory, unpinned.

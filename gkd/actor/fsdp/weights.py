@@ -173,18 +173,6 @@ def full_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype | None 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# Map each tensor of a HF folder to a rectangle of a model parameter, where names or shapes differ.
-#
-# On load, transformers renames tensors and stacks the experts of a layer into one parameter. This module reads its
-# conversion tables. With the rectangles, a rank reads only the rows of its shard, and an export splits the parameter
-# again under the names of the files, which other programs expect.
-#
-#     files (mixture of experts, E experts)         parameter
-#     experts.3.gate_proj.weight   [I, H]           experts.gate_up_proj [E, 2 I, H], at [3, 0:I]
-#     experts.3.up_proj.weight     [I, H]           the same, at [3, I:2I]
-#     block_sparse_moe.gate.weight [E, H]           mlp.gate.weight [E, H], all of it
-
-
 @dataclass(frozen=True, slots=True)
 class FilePart:
     """The rectangle of a parameter that one tensor of the files fills."""
@@ -209,6 +197,17 @@ def file_parts(
     hf: PreTrainedModel, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[FilePart]]:
     """Return the files' tensors by the parameter that they belong to. Tensors of no parameter are left out.
+
+    Each tensor of a HF folder is a rectangle of a model parameter, where names or shapes differ.
+
+    On load, transformers renames tensors and stacks the experts of a layer into one parameter. This module reads
+    its conversion tables. With the rectangles, a rank reads only the rows of its shard, and an export splits the
+    parameter again under the names of the files, which other programs expect.
+
+        files (mixture of experts, E experts)         parameter
+        experts.3.gate_proj.weight   [I, H]           experts.gate_up_proj [E, 2 I, H], at [3, 0:I]
+        experts.3.up_proj.weight     [I, H]           the same, at [3, I:2I]
+        block_sparse_moe.gate.weight [E, H]           mlp.gate.weight [E, H], all of it
 
     Args:
         names: of the files' tensors.

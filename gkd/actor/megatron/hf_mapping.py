@@ -23,18 +23,15 @@ from gkd.hf.families import FAMILIES
 from gkd.hf.model_dims import ModelDims, MoeDims
 from gkd.hf.model_folder import check_headers, open_tensors, some_names
 
-# Split HF tensors into the Megatron parameters of TP ranks, and join them again.
-#
-# Import: `TensorLayout.fill` reads one rank's part from HF tensors (or their slices on disk). Export:
-# `TensorLayout.join` combines the parts of all TP ranks. Values are only copied, so a round trip is bit-exact.
-
-
 # A Tensor or a safetensors slice: both read only the requested rows and columns.
 Sliceable: TypeAlias = Any
 
 
 class TensorLayout:
     """How one Megatron parameter is made from its HF tensors. Here it is one tensor, split along one dimension or none.
+
+    Import: `TensorLayout.fill` reads one rank's part from HF tensors (or their slices on disk). Export:
+    `TensorLayout.join` combines the parts of all TP ranks. Values are only copied, so a round trip is bit-exact.
 
     Args:
         partition_dim: dimension of the Megatron parameter that TP splits; None means every rank has all of it.

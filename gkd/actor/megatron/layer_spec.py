@@ -173,14 +173,12 @@ class AllHeadsNorm(torch.nn.Module):
         return (normed * self.weight.view(*values.shape[-2:])).to(values.dtype)
 
 
-# Wrap this project's causal attention as a core attention module of Megatron's layers.
-#
-# Megatron's local attention materializes [B * heads, S, S] scores and refuses packed sequences. Its other one needs
-# Transformer Engine. This one runs on CPU and CUDA.
-
-
 class CausalSdpaAttention(MegatronModule):
-    """Replace Megatron's `DotProductAttention` in a causal decoder without attention dropout."""
+    """Replace Megatron's `DotProductAttention` in a causal decoder without attention dropout.
+
+    Megatron's local attention materializes [B * heads, S, S] scores and refuses packed sequences. Its other one
+    needs Transformer Engine. This one runs on CPU and CUDA.
+    """
 
     def __init__(
         self,

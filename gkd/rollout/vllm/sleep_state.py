@@ -137,17 +137,17 @@ def tags_of(include: Sequence[str] | None) -> list[str]:
     return [STATES[state] for state in states]
 
 
-# Release and restore the memory of a rollout engine's workers.
-#
-# On CUDA this is vLLM's sleep mode: virtual addresses stay, the physical memory behind them is released. vLLM's CPU
-# worker ignores sleep, so there `States` moves the same tensors as it moves the actor's. No code may keep a raw
-# address; our plain linear layers and experts do not.
-
 _NAN_BYTE = 0xFF  # a float of any width made of these bytes is NaN
 
 
 class SleepMixin:
-    """Mixin for vLLM's worker class, which provides the attributes below, `sleep`, `wake_up` and `discard`."""
+    """Mixin for vLLM's worker class, which provides the attributes below, `sleep`, `wake_up` and `discard`.
+
+    It releases and restores the memory of a rollout engine's workers. On CUDA this is vLLM's sleep mode: virtual
+    addresses stay, the physical memory behind them is released. vLLM's CPU worker ignores sleep, so there `States`
+    moves the same tensors as it moves the actor's. No code may keep a raw address; our plain linear layers and
+    experts do not.
+    """
 
     model_runner: Any
     vllm_config: Any

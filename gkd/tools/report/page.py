@@ -149,18 +149,18 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix, tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False))]
 
 
-# Reduce a curve to a bounded number of points that keeps every peak. A longer curve is cut into buckets of equal size.
-# A bucket keeps its minimum, its maximum and, if it has a value that is not finite, the first of these. First and last
-# point are always kept. A stacked chart needs the same x for all its curves: it shows the mean of each bucket.
-
-
 def points_per_curve(n_curves: int) -> int:
     """Return the largest number of points of a curve on a page with `n_curves` curves."""
     return min(max(ALL_POINTS // max(n_curves, 1), MIN_POINTS), MAX_POINTS)
 
 
 def extremes(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """Return the curve with at most about `max_points` points, see above. A shorter curve is returned as it is."""
+    """Return the curve with at most about `max_points` points. A shorter curve is returned as it is.
+
+    It keeps every peak: a longer curve is cut into buckets of equal size. A bucket keeps its minimum, its maximum
+    and, if it has a value that is not finite, the first of these. First and last point are always kept. A stacked
+    chart needs the same x for all its curves: it shows the mean of each bucket.
+    """
     n = len(curve.steps)
     if n <= max_points:
         return curve
