@@ -95,7 +95,7 @@ def _settings(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """
     config, wrong = read_config(args.config, overrides)
     if config is None or wrong or args.teacher:
-        from gkd.preflight.run import problems  # not for a right configuration: `open_pools` checks it
+        from gkd.preflight.run import problems  # only for a wrong configuration: `open_pools` checks a right one
 
         with Terminal(LINES, ""), driver.doing("checks"):
             found = problems(config, wrong, with_teacher=not args.teacher)

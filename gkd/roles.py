@@ -61,7 +61,7 @@ class MovableStates(Protocol):
     def allocated_bytes(self) -> int:
         """Return the bytes that these states, and on GPUs all else of the actor, have on the device.
 
-        Of several processes those of the one with most.
+        Maximum over processes.
         """
         ...
 

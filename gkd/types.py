@@ -243,7 +243,9 @@ class MicroBatch:
     samples: tuple[tuple[int, int], ...] = ()  # (sample_index, number of rows) per sequence, in row order
     # [n_sequences + 1] int32, packed only: sequence i is columns cu_seqlens[i] .. cu_seqlens[i + 1]; from 0 to S.
     cu_seqlens: torch.Tensor | None = None
-    images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each sequence, in row order; empty: no sequence has any
+    images: tuple[
+        tuple[EncodedImage, ...], ...
+    ] = ()  # one entry for each sequence, in row order; empty: no sequence has any
 
     @property
     def n_loss_tokens(self) -> int:
@@ -470,7 +472,7 @@ class Sample:
     correct: bool | None
     prompt: str  # with its special tokens
     truncated: bool = False
-    # With an environment: turns and observations, positions of the observed tokens, its reward, and whether it failed.
+    # Four fields of the environment: turns and observations, positions of observed tokens, reward, whether it failed.
     messages: list[dict[str, str]] = field(default_factory=list)
     observed: list[int] = field(default_factory=list)
     reward: float | None = None

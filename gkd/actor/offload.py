@@ -115,7 +115,7 @@ class OffloadController:
     ) -> Iterator[None]:
         """Have these states on the device during a call, and afterwards where the call or else the settings specify.
 
-        They are moved there after an error, too, even if it was the reload that failed. After an error of this rank
+        This also holds after an error, including a failed reload. After an error of this rank
         alone, the barriers are skipped. Without any offloading this is free.
 
         Args:

@@ -64,7 +64,7 @@ def _limit(file: Path) -> int | None:
 
 log = get_logger("temporary")
 
-MOST_BYTES = 107  # The path of a socket is not longer (sockaddr_un.sun_path).
+MOST_BYTES = 107  # longest path of a socket (sockaddr_un.sun_path)
 _PREFIX = "ray_"
 # The longest path below the temporary folder: mkdtemp's name, Ray's session with date and pid, a socket.
 _RAY_BYTES = len(f"/{_PREFIX}12345678/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store")

@@ -1,4 +1,4 @@
-"""The last words of a run: a table of what it has done, and the commands to go on."""
+"""Print the summary at the end of a run, and the commands that follow."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class TeacherList(NamedTuple):
         columns = listed - side.start
         others = (listed < 0) | (columns < 0) | (columns >= n_columns)
         out = p.new_zeros((len(p), max(1, n_columns)))
-        # Not their sum: the row's token may be in the list, too.
+        # The larger of the two: their sum would count a token twice that is in the list, too.
         return out.scatter_reduce_(1, columns.masked_fill(others, 0), p.masked_fill(others, 0.0), "amax")[:, :n_columns]
 
 

@@ -196,7 +196,7 @@ def sampled_losses(
     actor = student_sampled.masked_fill(others, 0.0)
     if teacher_sampled is not None:
         teacher_sampled = teacher_sampled.masked_fill(others, 0.0)
-        # Not k3: its p/q is heavy-tailed while the two are far apart, as at the beginning of a distillation.
+        # k1 and no k3, whose p/q is heavy-tailed while the two are far apart, as at the beginning of a distillation.
         k1 = reverse_kl_estimate("k1", actor.detach(), teacher_sampled)
         losses.values["sampled_reverse_kl"] = k1.masked_fill(others, 0.0)
         add_ends(losses, targets, teacher_sampled.exp())

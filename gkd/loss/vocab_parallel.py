@@ -183,7 +183,7 @@ def write_logits_gradient(
             for i in range(others.shape[1]):  # few: only the sampled token
                 at_list = at_list + torch.where(listed == others[:, i : i + 1], grad[:, n_listed + i, None], 0.0)
             set_columns(out[:, :v_valid], columns[:, :n_listed], at_list / temperature)
-    # Also without padding: this write increments the version counter of the logits; a kernel's own writes do not.
+    # This write is needed without padding, too: it increments the logits' version counter, which kernels do not.
     out[:, v_valid:] = 0.0
 
 

@@ -27,7 +27,7 @@ class GpuSharing:
         self._actor, self._rollout, self._shared = roles.actor, roles.rollout, config.trainer.colocate
         # Reload the actor while the teacher scores, unless a local teacher or a reference computes on its GPUs then.
         self.reload_early = derived.teacher_pool != ACTOR and not derived.loss.has_reference
-        # Where a weight sync sends only adapters, the engines must not discard their weights.
+        # The engines must not discard their weights if a weight sync sends only adapters.
         self._keeps_weights = derived.engine_adapter_rank > 0
 
     @contextmanager

@@ -87,7 +87,7 @@ class ReplayedBatches(BatchSource):
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
-        self._in_parts = config.derived.early_parts  # else the replay's settings need what was recorded in parts whole
+        self._in_parts = config.derived.early_parts  # False: these settings need whole batches
         self._n_read = 0  # early parts of the current batch that were looked for
 
     def early_part(self, step: int) -> list[PendingScores]:

@@ -15,7 +15,7 @@ from teacher_server.vision.images import ImageError
 from teacher_server.vision.processor import ImageProcessor
 
 image_processor = lru_cache(maxsize=4)(ImageProcessor)
-_SAME_PIXELS = 0.02  # Of normalized pixels, a step of 8 bits is 0.008 to 0.015.
+_SAME_PIXELS = 0.02  # One step of 8 bits in normalized pixels is 0.008 to 0.015.
 
 
 def image_reader(config: Config) -> ImageReader | None:

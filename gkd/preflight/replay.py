@@ -59,7 +59,7 @@ def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -
 
 def _check_scores(recorded: Config, now: Config) -> None:
     """Raise ConfigError if this run needs other scores than the recorded ones, or batches of another shape."""
-    # With rewards the batches are judged again, with the rows of this run.
+    # Batches with rewards are judged again, with the rows of this run.
     for key in (*_SAME, *(("data.train_files",) if now.reward.functions else ())):
         before = kept_value(recorded, key)
         if before != kept_value(now, key):

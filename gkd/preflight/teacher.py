@@ -43,8 +43,8 @@ _TEMPLATE_FIX = (
     "give both folders the same chat template, set data.chat_template_kwargs, or put the teacher's form into a column "
     "and set data.teacher_prompt_key"
 )
-# In teacher.store: by route address and `TeacherInfo` of what has scored the responses there. A score is found by a key
-# that contains the teacher's fingerprint, so a wrong description finds none.
+# File in teacher.store: by route address, the `TeacherInfo` of the teacher that has scored the responses there. The key
+# of a score contains the teacher's fingerprint, so a wrong description finds none.
 _STORED = "teachers.json"
 
 

@@ -60,7 +60,9 @@ def record_placement(
     table = make_gpu_map(config, device, calls, timeout_s)
     folder.write_places(table.to_json())
     log.log(logging.WARNING if table.findings else logging.INFO, "GPU placement:\n%s", table.text())
-    fatal = ("outside_gpus", "shared_gpu") if device == "cuda" else ("outside_gpus",)  # with a shared GPU NCCL hangs
+    fatal = ["outside_gpus"]
+    if device == "cuda":  # NCCL hangs if two ranks share a GPU
+        fatal.append("shared_gpu")
     if problems := [str(finding) for finding in table.findings if finding.kind in fatal]:
         raise ClusterError(" ".join(problems))
     return table

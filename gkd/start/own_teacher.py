@@ -22,7 +22,7 @@ from gkd.preflight.machine import resolve_device
 
 log = get_logger("teacher")
 
-_STOP_S = 15.0  # from SIGTERM to SIGKILL
+_STOP_S = 15.0  # time from SIGTERM to SIGKILL
 _PR_SET_PDEATHSIG = 1
 
 

@@ -60,7 +60,7 @@ def largest_micro_batch(config: Config) -> tuple[int, int, int]:
     if actor.max_tokens_per_micro_batch:
         n_tokens = min(max(actor.max_tokens_per_micro_batch, longest), n_in_group * longest)
         n_rows = n_in_group * n_response
-    n_own = -(-n_tokens // actor.cp)  # of which all may be of responses
+    n_own = -(-n_tokens // actor.cp)  # all of them may be response tokens
     return n_own, min(n_rows, n_own), -(-n_in_group * longest // n_tokens)
 
 
@@ -215,7 +215,7 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     """Return the bytes per token that a layer saves for the backward pass, with recompute none or selective."""
     actor, b = config.actor, itemsize(config)
     is_megatron = actor.backend_name == "megatron"
-    share = 1 / actor.tp if actor.sequence_parallel else 1.0  # of the tokens between two tensor-parallel regions
+    share = 1 / actor.tp if actor.sequence_parallel else 1.0  # share of the tokens between two tensor-parallel regions
     q, kv = dims.q_columns / actor.tp, dims.kv_columns / actor.tp
     attention = 2 * (q + kv) + (q if actor.cp > 1 else 0)  # queries, keys, values, context, and its own columns of it
     # Their input: on the CPU in float32, and normalized; so are Gemma's, which Megatron computes in one kernel on CUDA.
@@ -301,7 +301,7 @@ def _loss(config: Config, dims: ModelDims, n_rows: int, *, frozen: bool, on_cpu:
         return logits + tables, rows, rows + n_rows * n_vocab * b + head * b
     if not actor.backend.shards_every_tensor:
         return logits + tables, 2 * rows, 2 * rows
-    summed = head * (FLOAT32 if b == FLOAT32 else FLOAT32 + b)  # in float32, and cast at the end
+    summed = head * (FLOAT32 if b == FLOAT32 else FLOAT32 + b)  # computed in float32, cast at the end
     return logits + tables, 2 * rows + summed, 2 * rows + head * b
 
 

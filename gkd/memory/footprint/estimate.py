@@ -57,7 +57,7 @@ class RankFootprint:
     role: str  # "actor" | "rollout"
     rank: int
     parts: dict[str, int] = field(default_factory=dict)
-    sequence_bytes: int = 0  # of an engine's KV cache, for one sequence of full length
+    sequence_bytes: int = 0  # bytes of KV cache for one sequence of full length
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ def _engine(
     total += 0 if config.derived.vision == "none" else model.vision_params
     adapters = adapter_params(config, dims, range(dims.n_layers), rollout.tp) // max(1, config.actor.lora.rank)
     n_tokens = min(_BATCHED_TOKENS[on_cpu] * (rollout.tp if on_cpu else 1), rollout.sequence_limit * longest)
-    # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
+    # One layer has its input, the residual and a norm's output, both halves of the MLP's projection, and their product.
     widest = 3 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // rollout.tp
     parts = {
         "weights": b * total // rollout.tp + b * adapters * config.derived.engine_adapter_rank,  # padded to this rank
@@ -185,7 +185,7 @@ def _engine(
         "logits": rollout.sequence_limit * 2 * dims.vocab_size * FLOAT32,
         **common,
     }
-    kv_heads = max(1, dims.n_kv_heads // rollout.tp)  # with fewer heads than ranks, heads are repeated
+    kv_heads = max(1, dims.n_kv_heads // rollout.tp)  # heads are repeated if there are fewer than ranks
     sequence = longest * 2 * dims.n_layers * kv_heads * dims.head_dim * b
     cache = rollout.kv_cache_bytes(on_cpu=on_cpu)
     if cache is None:
@@ -194,7 +194,7 @@ def _engine(
             round(gpu_bytes * rollout.gpu_memory_utilization) - own if gpu_bytes else max_sequences(config) * sequence
         )
     parts |= {"kv_cache": cache, "weight_sync": sync_buffers(config, embedding * b, total * b)}
-    if config.trainer.colocate:  # for a save and an export the engine sleeps, and its weights are kept on the host
+    if config.trainer.colocate:  # the engine sleeps during a save and an export; its weights are kept on the host
         parts["moved_states"] = parts["weights"]
     return RankFootprint("rollout", 0, parts, sequence)
 
@@ -237,7 +237,7 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     logits = n_vocab * (2 if config.teacher.wire == "fp16" else FLOAT32)
     stored = {"logits": logits, "hidden": FLOAT32 * hidden_size, "topk": 8 * topk, "sampled": 4}
     trained_on = stored | {"topk": 12 * topk}  # ids in 64 bits
-    held = sum(stored[signal] for signal in signals) + 4 * config.derived.n_student_ids  # those are in the rollouts
+    held = sum(stored[signal] for signal in signals) + 4 * config.derived.n_student_ids  # the rollouts have those
     used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout) * config.eval.n
     batch = trainer.global_batch_size * config.rollout.n

@@ -30,7 +30,7 @@ _REPLY_S = 1.0  # a healthy engine replies within milliseconds
 
 @dataclass(slots=True)
 class _Watched:
-    """Hold what is known of one process."""
+    """Liveness record of one engine process."""
 
     worker: Any
     moved_s: float  # clock when the engine last had no work, or finished a pass

@@ -30,7 +30,7 @@ from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.group import GroupSpec
 from teacher_server.vision.vllm_input import image_input
 
-_WAIT_S = 0.02  # A call of another thread waits at most this long for an engine without a turn to generate.
+_WAIT_S = 0.02  # upper bound on how long calls of other threads wait while all sequences wait for environments
 
 
 class RolloutEngine:

@@ -219,7 +219,7 @@ class SleepMixin:
         weights, model = list(self._gkd_tensors(WEIGHTS)), self.model_runner.get_model()
         self._gkd_asleep: dict[str, States] = getattr(self, "_gkd_asleep", {})
         for tag in tags:
-            # As `States` calls them: parameters are copied to the host, gradients are not.
+            # The names are those of `States`: parameters are copied to the host, gradients are not.
             tensors = {GRADS: self.model_runner.kv_caches}
             if tag == WEIGHTS:
                 tensors = {PARAMS: weights} if level == 1 else {PARAMS: [*model.buffers()], GRADS: weights}

@@ -32,9 +32,9 @@ MAX_RESPONSES = 8
 MAX_TOKENS = 400
 MAX_TEXTS = SHOWN_RESPONSES
 MAX_CHARACTERS = 2000
-MAX_IMAGES = 300  # of all runs
+MAX_IMAGES = 300  # limit over all runs
 SIDE = 256  # pixels of an image
-# Number of a token by which it is colored: the first one that a record has.
+# A token is colored by the first of these numbers that its record has.
 COLORS = {"token_kl": "KL(teacher || student)", "sampled_reverse_kl": "log q - log p of the token", "total": "loss"}
 
 
