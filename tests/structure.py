@@ -38,8 +38,8 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 58_200,
-    "files": 331,
+    "lines": 58_330,
+    "files": 332,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
     "config_keys": 160,
     "lines of tests": 69_545,

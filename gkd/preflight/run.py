@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,21 @@ from gkd.config.check_values import Mistakes
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import ROLLOUT
-from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
-from gkd.data.render import Tools
-from gkd.data.row_files import describe_files, read_rows
+from gkd.data.prompts import load_tokenizer
+from gkd.data.row_files import describe_files
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
 from gkd.log import get_logger
 from gkd.memory.footprint.estimate import scores_gib
-from gkd.preflight.images import check_image_processors, image_reader
+from gkd.preflight.images import check_image_processors
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
+from gkd.preflight.prompts import read_prompts
 from gkd.preflight.replay import check_replay
 from gkd.preflight.settings import (
     check_ray_installed,
     check_schedule,
-    check_shares,
     check_stream_fits,
     check_trackers_installed,
     early_end_warning,
@@ -50,8 +48,8 @@ from gkd.preflight.teacher import (
     rollout_teacher,
     template_warning,
 )
-from gkd.preflight.tokenizer_pair import check_pair, teacher_tokenizer, tokenizer_pair
-from gkd.preflight.user_code import check_answers, check_functions, check_observations, environment_tools
+from gkd.preflight.tokenizer_pair import check_pair, tokenizer_pair
+from gkd.preflight.user_code import check_functions
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, check_same_models, open_run_folder
 from gkd.scoring.teacher.client import load_keys
@@ -95,7 +93,7 @@ def preflight(config: Config) -> Plan:
         TeacherUnavailable: no teacher server replies at teacher.server_ip:server_port, and the run needs one.
     """
     mistakes = Mistakes()
-    plan = _checked(config, mistakes)
+    plan = _Checks(config, mistakes).run()
     mistakes.raise_all()
     assert plan is not None, "without a mistake there is a plan"
     return plan()
@@ -114,124 +112,186 @@ def problems(
     if wrong:
         mistakes.add(ConfigError.together(wrong))
     if config is not None:
-        _checked(config, mistakes, with_teacher=with_teacher)
+        _Checks(config, mistakes, with_teacher=with_teacher).run()
     return mistakes.found
 
 
-def _checked(config: Config, mistakes: Mistakes, *, with_teacher: bool = True) -> Callable[[], Plan] | None:
-    """Make each check that has what it needs, and add the mistakes.
+class _Checks:
+    """The checks of a run, in their order. Each one finds what the later ones need, and adds its mistakes.
 
-    Returns:
-        What takes the run folder; None with a mistake, or if the teacher was not asked.
+    Args:
+        with_teacher: ask the teacher's server.
     """
-    config = usable(config, mistakes)
-    derived = config.derived
-    on_hub, recorded = _without_torch(config, mistakes, with_teacher=with_teacher)
-    teachers = recorded
-    with mistakes.step("distill.loss"):
-        if any(is_path(term.name) for term in derived.loss.terms):
-            from gkd.preflight.loss_functions import check_loss_functions  # imports torch
 
-            check_loss_functions(config)
-    if on_hub and mistakes.found:
-        log.warning("%s: downloaded and checked when the other mistakes are corrected", ", ".join(on_hub))
-        mistakes.keys |= on_hub.keys()
-    for key in (*MODELS, *FILES):
-        if key not in mistakes.keys:
-            with mistakes.step(key):
-                config = with_local_copies(config, (key,))
-    log.info("checking the model, the prompts and the teacher")
-    device = ""  # empty: unknown
-    n_student_vocab = 0
-    tokenizer = None
-    eos_ids: list[int] = []
-    with mistakes.step("trainer.device"):
-        device = _checked_device(config)
-    model = "model.path", config.model.path
-    with mistakes.step(*model):
-        config = chosen(config)
-        n_student_vocab = check_student(config)
-    with mistakes.step(*model):
-        tokenizer, eos_ids = read_tokenizer(config, n_student_vocab or sys.maxsize)
-    is_model = bool(device and n_student_vocab and tokenizer is not None)
-    if is_model:
-        with mistakes.step(*model):
-            check_engines(config, device)
-    train, val, other_tokenizer = _read_prompts(config, tokenizer, eos_ids, mistakes)
-    judges = ("reward.functions", derived.rewards, train), ("eval.metric", derived.metrics, val)
-    for key, paths, prompts in judges:
-        with mistakes.step(key):
-            check_functions(config, key, paths, prompts, tokenizer)
-    total_steps = 0
-    if train:
-        with mistakes.step("trainer.total_steps"):
-            total_steps = config.planned_steps(len(train))
-            if warning := early_end_warning(config, len(train)):
+    def __init__(self, config: Config, mistakes: Mistakes, *, with_teacher: bool = True) -> None:
+        self.config = usable(config, mistakes)
+        self.mistakes = mistakes
+        self.with_teacher = with_teacher
+        self.on_hub: dict[str, Any] = {}  # key -> name of the hub with its commit
+        self.recorded: tuple[TeacherInfo, ...] = ()  # teachers that are known without a server, see `recorded_teachers`
+        self.teachers: tuple[TeacherInfo, ...] = ()
+        self.device = ""  # empty: unknown
+        self.n_student_vocab = 0
+        self.tokenizer: Any = None
+        self.other_tokenizer: Any = None  # the teacher's, if its tokens are others
+        self.eos_ids: list[int] = []
+        self.train: list[Prompt] | None = None
+        self.val: list[Prompt] | None = None
+        self.total_steps = 0
+        self.pair: TokenizerPair | None = None
+        self.identity: dict[str, Any] = {}  # content of teacher.json
+
+    def run(self) -> Callable[[], Plan] | None:
+        """Make each check that has what it needs.
+
+        Returns:
+            What takes the run folder; None with a mistake, or if the teacher was not asked.
+        """
+        self.on_hub, self.recorded = _without_torch(self.config, self.mistakes, with_teacher=self.with_teacher)
+        self.teachers = self.recorded
+        self._losses()
+        self._download()
+        log.info("checking the model, the prompts and the teacher")
+        is_model = self._student()
+        self._prompts()
+        self._length()
+        self._find_teachers()
+        if not is_model:
+            return None
+        n_vocab = self.config.model.n_vocab or self.n_student_vocab
+        with_gpus: Config | None = None
+        with self.mistakes.step("trainer.replay", self.config.trainer.replay):
+            if self.teachers and self.train is not None and self.val is not None:
+                n_vocab, with_gpus = self._teacher_fits(self.train, self.val)
+        with self.mistakes.step("model.path", self.config.model.path):
+            if self.config.derived.reference_folder:
+                from gkd.preflight.meta_models import check_reference  # imports torch and transformers
+
+                self.identity["reference"] = check_reference(self.config, self.tokenizer, n_vocab)
+        settings = self._memory(with_gpus or self.config, n_vocab)
+        if self.mistakes.found or with_gpus is None:
+            return None
+        return self._plan(settings, n_vocab)
+
+    def _losses(self) -> None:
+        with self.mistakes.step("distill.loss"):
+            if any(is_path(term.name) for term in self.config.derived.loss.terms):
+                from gkd.preflight.loss_functions import check_loss_functions  # imports torch
+
+                check_loss_functions(self.config)
+
+    def _download(self) -> None:
+        if self.on_hub and self.mistakes.found:
+            names = ", ".join(self.on_hub)
+            log.warning("%s: downloaded and checked when the other mistakes are corrected", names)
+            self.mistakes.keys |= self.on_hub.keys()
+        for key in (*MODELS, *FILES):
+            if key not in self.mistakes.keys:
+                with self.mistakes.step(key):
+                    self.config = with_local_copies(self.config, (key,))
+
+    def _student(self) -> bool:
+        """Return whether device, sizes and tokenizer are known."""
+        model = "model.path", self.config.model.path
+        with self.mistakes.step("trainer.device"):
+            self.device = _checked_device(self.config)
+        with self.mistakes.step(*model):
+            self.config = chosen(self.config)
+            self.n_student_vocab = check_student(self.config)
+        with self.mistakes.step(*model):
+            self.tokenizer, self.eos_ids = read_tokenizer(self.config, self.n_student_vocab or sys.maxsize)
+        is_model = bool(self.device and self.n_student_vocab and self.tokenizer is not None)
+        if is_model:
+            with self.mistakes.step(*model):
+                check_engines(self.config, self.device)
+        return is_model
+
+    def _prompts(self) -> None:
+        derived = self.config.derived
+        self.train, self.val, self.other_tokenizer = read_prompts(
+            self.config, self.tokenizer, self.eos_ids, self.mistakes
+        )
+        judges = ("reward.functions", derived.rewards, self.train), ("eval.metric", derived.metrics, self.val)
+        for key, paths, prompts in judges:
+            with self.mistakes.step(key):
+                check_functions(self.config, key, paths, prompts, self.tokenizer)
+
+    def _length(self) -> None:
+        if not self.train:
+            return
+        with self.mistakes.step("trainer.total_steps"):
+            self.total_steps = self.config.planned_steps(len(self.train))
+            if warning := early_end_warning(self.config, len(self.train)):
                 log.warning("%s", warning)
-            check_schedule(config, total_steps)
-            check_stream_fits(config, total_steps)
-    if device and not teachers and (with_teacher or derived.teacher_pool):
-        with mistakes.step("teacher.path", config.teacher.path):
-            recorded = _known_teachers(config)
-            teachers = recorded or find_teachers(config, device)
-    if not is_model:
-        return None
-    n_vocab = config.model.n_vocab or n_student_vocab
-    pair: TokenizerPair | None = None
-    identity: dict[str, Any] = {}
-    with_gpus = config
-    is_whole = False
-    with mistakes.step("trainer.replay", config.trainer.replay):
-        if teachers and train is not None and val is not None:
-            teachers = _probed(config, teachers, other_tokenizer or tokenizer, train, n_student_vocab)
-            check_image_processors(config, teachers)
-            if device == "cuda":
-                with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes)[0])
-            identity = teacher_identity(derived.routes, teachers)
-            check_replay(config.with_values(on_hub), total_steps, identity)
-            pair, n_vocab = _shared_ids(config, teachers, tokenizer, other_tokenizer, n_student_vocab, eos_ids, train)
-            if recorded:
-                check_all_stored(config, train, teachers, n_vocab, eos_ids)
-            if n_vocab < n_student_vocab:
-                n = n_student_vocab - n_vocab if device == "cuda" else 0
-                check_masked(config, n_vocab, eos_ids, [*train, *val], n_masked=n, is_shared=pair is None)
-                config = replace(config, model=replace(config.model, n_vocab=n_vocab))
-                with_gpus = replace(with_gpus, model=config.model)
-            is_whole = True
-    with mistakes.step(*model):
-        if derived.reference_folder:
-            from gkd.preflight.meta_models import check_reference  # imports torch and transformers
+            check_schedule(self.config, self.total_steps)
+            check_stream_fits(self.config, self.total_steps)
 
-            identity["reference"] = check_reference(config, tokenizer, n_vocab)
-    _, hidden_size = head_columns(teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
-    gib = scores_gib(config, n_vocab, hidden_size, len(val or ()))
-    if pair is not None:  # the head has the teacher's rows: as many numbers as one of the student's rows and this size
-        hidden_size = -(-hidden_size * len(pair.teacher) // n_vocab)
-    with mistakes.step("memory.strategy"):
-        with_gpus = check_memory(with_gpus, device, hidden_size, gib)
-    warn_about_settings(config, gib)
-    if mistakes.found or not is_whole:
-        return None
-    assert train is not None and val is not None, "the run is whole"
-    data_files = describe_files(config.data)
-    kept = config.with_values(on_hub)
-    with mistakes.step("trainer.run_dir", config.trainer.run_dir):
-        check_same_models(kept, identity, data_files)
-    log.info(
-        "teacher %s (%s), %d %s token ids; %d training, %d held-out prompts; %d steps; device %s; run folder %s",
-        ", ".join(teacher.model_name for teacher in teachers),
-        teachers[0].engine,
-        n_vocab,
-        "shared" if pair is None else "student",
-        len(train),
-        len(val),
-        total_steps,
-        device,
-        Path(config.trainer.run_dir).absolute(),
-    )
-    config = replace(with_gpus, trainer=config.trainer).with_values(on_hub)
-    plan = partial(Plan, device, eos_ids, train, val, teachers, n_vocab, total_steps, config, data_files, pair=pair)
-    return lambda: plan(folder=open_run_folder(kept, identity, data_files))
+    def _find_teachers(self) -> None:
+        if self.device and not self.teachers and (self.with_teacher or self.config.derived.teacher_pool):
+            with self.mistakes.step("teacher.path", self.config.teacher.path):
+                self.recorded = _known_teachers(self.config)
+                self.teachers = self.recorded or find_teachers(self.config, self.device)
+
+    def _teacher_fits(self, train: list[Prompt], val: list[Prompt]) -> tuple[int, Config]:
+        """Return the number of ids that the loss compares, and the settings with the GPUs of a teacher that has some.
+
+        Raises:
+            ConfigError: student, teacher and prompts do not fit.
+        """
+        tokenizer = self.other_tokenizer or self.tokenizer
+        self.teachers = _probed(self.config, self.teachers, tokenizer, train, self.n_student_vocab)
+        check_image_processors(self.config, self.teachers)
+        with_gpus = self.config
+        if self.device == "cuda":
+            rows, _ = teacher_rows(self.config.derived.routes)
+            with_gpus = with_own_gpus(self.config, self.device, rows)
+        self.identity = teacher_identity(self.config.derived.routes, self.teachers)
+        check_replay(self.config.with_values(self.on_hub), self.total_steps, self.identity)
+        student = self.tokenizer, self.other_tokenizer, self.n_student_vocab
+        self.pair, n_vocab = _shared_ids(self.config, self.teachers, *student, self.eos_ids, train)
+        if self.recorded:
+            check_all_stored(self.config, train, self.teachers, n_vocab, self.eos_ids)
+        if n_vocab < self.n_student_vocab:
+            n_masked = self.n_student_vocab - n_vocab if self.device == "cuda" else 0
+            is_shared = self.pair is None
+            check_masked(self.config, n_vocab, self.eos_ids, [*train, *val], n_masked=n_masked, is_shared=is_shared)
+            self.config = replace(self.config, model=replace(self.config.model, n_vocab=n_vocab))
+            with_gpus = replace(with_gpus, model=self.config.model)
+        return n_vocab, with_gpus
+
+    def _memory(self, config: Config, n_vocab: int) -> Config:
+        """Return the settings with the choices that memory decides."""
+        _, hidden_size = head_columns(self.teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
+        gib = scores_gib(self.config, n_vocab, hidden_size, len(self.val or ()))
+        if self.pair is not None:  # the head has the teacher's rows: the size of a head with the student's rows
+            hidden_size = -(-hidden_size * len(self.pair.teacher) // n_vocab)
+        with self.mistakes.step("memory.strategy"):
+            config = check_memory(config, self.device, hidden_size, gib)
+        warn_about_settings(self.config, gib)
+        return config
+
+    def _plan(self, config: Config, n_vocab: int) -> Callable[[], Plan] | None:
+        train, val = self.train, self.val
+        assert train is not None and val is not None, "the run is whole"
+        data_files = describe_files(self.config.data)
+        kept = self.config.with_values(self.on_hub)
+        with self.mistakes.step("trainer.run_dir", self.config.trainer.run_dir):
+            check_same_models(kept, self.identity, data_files)
+        log.info(
+            "teacher %s (%s), %d %s token ids; %d training, %d held-out prompts; %d steps; device %s; run folder %s",
+            ", ".join(teacher.model_name for teacher in self.teachers),
+            self.teachers[0].engine,
+            n_vocab,
+            "shared" if self.pair is None else "student",
+            len(train),
+            len(val),
+            self.total_steps,
+            self.device,
+            Path(self.config.trainer.run_dir).absolute(),
+        )
+        config = replace(config, trainer=self.config.trainer).with_values(self.on_hub)
+        found = self.device, self.eos_ids, train, val, self.teachers, n_vocab, self.total_steps, config, data_files
+        return lambda: Plan(*found, folder=open_run_folder(kept, self.identity, data_files), pair=self.pair)
 
 
 def _without_torch(
@@ -269,43 +329,6 @@ def _known_teachers(config: Config) -> tuple[TeacherInfo, ...]:
         except TeacherUnavailable as error:
             return recorded_teachers(config, error)
     return ()
-
-
-def _read_prompts(
-    config: Config, tokenizer: Any, eos_ids: Sequence[int], mistakes: Mistakes
-) -> tuple[list[Prompt] | None, list[Prompt] | None, Any]:
-    """Return the prompts for training and the held-out ones, None if they are wrong, and the teacher's own tokenizer.
-
-    Args:
-        tokenizer: None: it is wrong, so that only the columns of the rows are checked.
-    """
-    train: list[Prompt] | None = None
-    val: list[Prompt] | None = None
-    other_tokenizer = tools = None
-    with mistakes.step("model.path", config.model.path):
-        other_tokenizer = teacher_tokenizer(config)
-        if tokenizer is not None:
-            check_observations(config, tokenizer, eos_ids, found := environment_tools(config, tokenizer))
-            tools = found
-    if tools is not None:
-        with mistakes.step("data.train_files", config.data.train_files):
-            train = training_prompts(config, tokenizer, eos_ids, tools, other_tokenizer)
-        with mistakes.step("data.val_files", config.data.val_files):
-            val = _held_out(config, tokenizer, tools, other_tokenizer)
-    for key, prompts in (("data.train_files", train), ("data.val_files", val)):
-        with mistakes.step(key):
-            if prompts is None:
-                _check_columns(config, key)
-    return train, val, other_tokenizer
-
-
-def _check_columns(config: Config, key: str) -> None:
-    """Raise ConfigError if a file cannot be read, or a row has no column of prompts."""
-    name = "data.messages_key" if config.data.messages_key else "data.prompt_key"
-    for file in config.value(key):
-        for where, row in read_rows(file, key):
-            if config.value(name) not in row:
-                raise config.error(name, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
 
 
 def _shared_ids(
@@ -383,24 +406,6 @@ def common_vocab(config: Config, teachers: Sequence[TeacherInfo], tokenizer: Any
     return n_vocab
 
 
-def training_prompts(
-    config: Config, tokenizer: Any, eos_ids: Sequence[int], tools: Tools, teacher_tokenizer: Any = None
-) -> list[Prompt]:
-    """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
-    ends = eos_ids if config.distill.on_policy_share < 1 else None
-    reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, teacher_tokenizer, image_reader(config))
-    keep_rows = bool(config.derived.rewards or config.rollout.environment)
-    train, dropped = load_prompts(config.data.train_files, "data.train_files", reader, keep_rows=keep_rows)
-    check_answers(config, "data.train_files", train, [("reward.functions", path) for path in config.derived.rewards])
-    check_shares(config, train)
-    if dropped:
-        log.warning("dropped %d training prompts longer than data.max_prompt_length or that of the teacher", dropped)
-    n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
-    if n_truncated:
-        log.warning("truncated %d dataset responses to data.max_response_length, without an end token", n_truncated)
-    return train
-
-
 def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
     """Return the description of the teacher of each route. Raises as `request_info`, or as `local_teacher`."""
     derived = config.derived
@@ -450,19 +455,3 @@ def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -
     if not routes[0].name:
         return dict(each[0])
     return {**each[0], "routes": {route.name: one for route, one in zip(routes, each, strict=True)}}
-
-
-def _held_out(config: Config, tokenizer: Any, tools: Tools, teacher_tokenizer: Any) -> list[Prompt]:
-    """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
-    if not config.data.val_files:
-        return []
-    images = image_reader(config)
-    reader = RowReader(
-        config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer, images=images
-    )
-    keep_rows = bool(config.derived.metrics or config.rollout.environment)
-    prompts, dropped = load_prompts(config.data.val_files, "data.val_files", reader, keep_rows=keep_rows)
-    if dropped:
-        log.warning("dropped %d held-out prompts longer than data.max_prompt_length", dropped)
-    check_answers(config, "data.val_files", prompts, [("eval.metric", config.eval.metric)])
-    return prompts

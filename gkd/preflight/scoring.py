@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
-from gkd.preflight.run import common_vocab, find_teachers, read_student, training_prompts
+from gkd.preflight.prompts import training_prompts
+from gkd.preflight.run import common_vocab, find_teachers, read_student
 from gkd.preflight.student import chosen
 from gkd.preflight.teacher import check_masked, check_reachable
 from gkd.preflight.user_code import environment_tools
