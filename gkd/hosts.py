@@ -48,19 +48,15 @@ class Died(Exception):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Report that the code is imported.
+    """Report that the code is imported; later ones, that it does not block the process.
 
     Args:
         problem: why it cannot be used; empty: it can.
-        tools: schemas of the tools that it offers.
+        tools: schemas of the tools that it offers, in the first one.
     """
 
     problem: str = ""
     tools: tuple[dict[str, Any], ...] = ()
-
-
-class Works(msgspec.Struct, frozen=True, tag=True):
-    """Show that the code does not block the process."""
 
 
 def _framed(data: bytes) -> bytes:
@@ -88,7 +84,7 @@ class Host(Generic[Message]):
         module: runs as `python -m`, and makes a `Parent`.
         start: first message.
         answers: type of the messages from the process.
-        limit_s: longest time from `Ready`, `Works` or `start_clock` to the next of them.
+        limit_s: longest time from `Ready` or `start_clock` to the next of them.
         late: what is wrong when it is longer.
         contained: the process sees no GPU, leaves no core dump, and works in a temporary folder.
 
@@ -104,7 +100,7 @@ class Host(Generic[Message]):
         self.connection: socket.socket | None = None  # None: there is no process
         self._module = module
         self._start = _framed(pickle.dumps(start))
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Ready | Works | answers)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Ready | answers)
         self._limit_s = limit_s
         self._late = late
         self._folder = tempfile.mkdtemp(prefix="gkd_host_") if contained else ""
@@ -191,8 +187,7 @@ class Host(Generic[Message]):
                 if isinstance(message, Ready):
                     if message.problem:
                         raise Died(message.problem)
-                    self.ready = message
-                if isinstance(message, Ready | Works):
+                    self.ready = self.ready or message
                     self.start_clock()
                 else:
                     self._deaths = 0

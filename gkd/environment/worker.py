@@ -26,7 +26,7 @@ import msgspec
 from gkd.data.row_files import decode_row
 from gkd.environment.form import Fault, checked_messages, checked_reward, import_environment
 from gkd.environment.tools import ToolEnvironment
-from gkd.hosts import Parent, Ready, Works, limit
+from gkd.hosts import Parent, Ready, limit
 from gkd.log import get_logger
 from gkd.user_code import blame, encodable, shown, traceback_of_user
 
@@ -195,7 +195,7 @@ async def serve(parent: Parent, kind: type[Any], start: Start) -> None:
     loop.set_default_executor(ThreadPoolExecutor(_N_THREADS))
     receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     server = Server(kind, start, lambda answer: sender.submit(parent.send, answer))
-    beats = asyncio.create_task(_beat(lambda: sender.submit(parent.send, Works())))
+    beats = asyncio.create_task(_beat(lambda: sender.submit(parent.send, Ready())))
     while (call := await loop.run_in_executor(receiver, parent.receive)) is not None:
         server.receive(call)
     await server.close()

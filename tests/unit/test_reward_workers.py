@@ -108,6 +108,8 @@ def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> N
             judging.judge([rollout(2, "1")], TRAINING)
     finally:
         judging.close()
+    with pytest.raises(RewardError):  # neither waits for ever nor starts a process
+        judging.judge(chunk, TRAINING)
 
 
 def test_a_process_that_judges_has_no_torch(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
@@ -77,12 +78,13 @@ class Judging:
             DataError: a rollout answers a prompt that is not in the set.
         """
         ids = {rollout.prompt_id: rollout.prompt_ids for rollout in rollouts}  # a prompt has several responses
-        texts = {prompt_id: self._text(prompt_ids) for prompt_id, prompt_ids in ids.items()}
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        texts = {prompt_id: decode(prompt_ids.tolist()) for prompt_id, prompt_ids in ids.items()}
         encoded_rows = {prompt_id: self._rows[prompts].row(prompt_id) for prompt_id in ids}
         cases = [
             Case(
                 texts[rollout.prompt_id],
-                self._text(rollout.last_turn),
+                decode(rollout.last_turn.tolist()),
                 encoded_rows[rollout.prompt_id],
                 rollout.n_own,
                 rollout.finish_reason == "length",
@@ -93,15 +95,9 @@ class Judging:
         ]
         return np.ascontiguousarray(self._workers.values(self._functions[prompts], cases), "<f8").tobytes()
 
-    def _text(self, ids: np.ndarray) -> str:
-        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return text
-
 
 class RewardWorkers:
     """Processes that call the functions. Thread-safe: a call takes the process that is idle first.
-
-    A call that takes too long, or crashes the interpreter, can only be stopped by ending its process.
 
     Args:
         timeout_s: limit of each call of a function.
@@ -140,7 +136,7 @@ class RewardWorkers:
                 raise self._error
             return self._values(worker, functions, cases)
         except BaseException as error:
-            worker.close()
+            worker.close()  # a call that takes too long is stopped with its process alone
             if isinstance(error, RewardError):
                 self._error = error
             raise
