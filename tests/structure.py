@@ -26,7 +26,7 @@ teacher_server.errors teacher_server.log teacher_server.wire teacher_server.conf
 teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
 teacher_server.__main__
-gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.config gkd.roles gkd.run
+gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.hosts gkd.config gkd.roles gkd.run
  gkd.console gkd.metrics gkd.data gkd.environment gkd.pipeline gkd.trainer
  gkd.cluster gkd.hf gkd.loss gkd.memory gkd.memory.footprint gkd.weight_sync
 gkd.rollout gkd.rollout.vllm gkd.rollout.engine gkd.rollout.driver
