@@ -1,8 +1,10 @@
-"""The last words of a run: a table of what it has done, and the commands to go on."""
+"""The last words of a run: a table of what it has done, the commands to go on, and the model card of its export."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,7 +20,8 @@ from gkd.config.schema import Config
 from gkd.console.numbers import count, seconds
 from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
-from gkd.run.folder import CHECKPOINTS, EXPORT
+from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, EXPORT
+from teacher_server.engines.hub import find
 
 # Steps that `gkd split` leaves out at the start of a run (loading, compiling, first caches), and needs after them.
 WARM_UP = 2
@@ -77,6 +80,35 @@ def summary(state: RunState) -> list[tuple[str, str]]:
     return rows + [(f"validation {SCORES[key]}", changed(key, *values)) for key, values in state.scores().items()]
 
 
+def model_card(root: Path, config: Config, state: RunState, step: int) -> str:
+    """Return the README.md of an export: what the student was made of and how, and what has changed.
+
+    Args:
+        root: run folder.
+        state: of the run until this step.
+    """
+    starts = (root / ENVIRONMENT).read_text().splitlines() if (root / ENVIRONMENT).exists() else []
+    words = shlex.join(json.loads(starts[0])["command"]) if starts else ""
+    teacher = json.loads((root / "teacher.json").read_text())
+    names = dict.fromkeys(each["name"] for each in teacher.get("routes", {"": teacher}).values())
+    terms, hub_name = config.derived.loss.terms, find(config.model.path)
+    rows = [
+        ("base model", config.model.path),
+        ("teacher", ", ".join(names)),
+        ("prompts", ", ".join(config.data.train_files)),
+        ("loss", " + ".join(each.name if each.weight == 1 else f"{each.weight:g} {each.name}" for each in terms)),
+        ("steps", f"{step}, of {config.trainer.global_batch_size} prompts"),
+        *((f"validation {SCORES[key]}", changed(key, *values)) for key, values in state.scores().items()),
+        ("version of gkd", metadata.version("gkd")),
+    ]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [distillation, gkd]"]
+    lines += [f"base_model: {hub_name.repo}"] if hub_name else []
+    lines += ["---", f"# {root.absolute().name}, step {step}", "", "A student, distilled on its own responses.", ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {text.replace('|', '&#124;')} |" for name, text in rows)]
+    command = re.sub(r"^.*?(gkd\.main_gkd|\bgkd train)(?= )", "gkd train", words)
+    return "\n".join([*lines, *(["", "```", command, "```"] if command else []), ""])
+
+
 _TITLES = {0: "run finished", 1: "run failed", 130: "run interrupted"}
 
 
@@ -124,6 +156,9 @@ class Closing:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
         run, python = shlex.quote(str(self._root)), shlex.quote(sys.executable)
         commands = [serve_command(self._root / EXPORT), f"{python} -m gkd.tools.report {run}"]
+        best = CheckpointStore(self._root / CHECKPOINTS).best()
+        if best is not None and self.state is not None and best.step < self.state.step:
+            commands.append(f"{python} -m gkd.tools.export {run} --best --out {run}/export_of_step_{best.step}")
         if self._config.trainer.colocate or self._config.derived.teacher_pool:
             return [*commands, f"{python} -m gkd.tools.memory --config {run}/config.yaml"]
         return [*commands, f"{python} -m gkd.tools.split {run}"] if self._has_split() else commands

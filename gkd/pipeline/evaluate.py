@@ -8,7 +8,7 @@ from math import comb, isnan
 
 import numpy as np
 
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import NO_METRIC
 from gkd.console.state import SCORES
 from gkd.log import get_logger
@@ -17,7 +17,7 @@ from gkd.metrics.token_groups import evaluation_numbers
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.colocation import GpuSharing
 from gkd.pipeline.source import generate_and_score
-from gkd.roles import Roles
+from gkd.roles import JudgeRole, Roles, RolloutRole
 from gkd.run.folder import RunFolder
 from gkd.types import GreedyReport, Prompt, Sample, ScoredChunk
 
@@ -107,7 +107,8 @@ class Evaluator:
                     seed=SEED,
                     policy_version=step,
                 )
-                greedy = self._greedy()  # the engines decode while the teacher scores
+                # The engines decode while the teacher scores.
+                greedy = greedy_report(self._config.metric, self._roles.rollout, self._roles.judge, self._prompts)
             with self._gpus.for_training():
                 scored = self._scoring.collect(pending)
                 self._metrics.add_scored(scored)
@@ -121,12 +122,7 @@ class Evaluator:
             numbers |= evaluation_numbers(stats.tokens)
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if greedy is not None:
-                numbers["eval/accuracy"] = greedy.accuracy
-                numbers |= {
-                    f"domain/{self._routes[route].name}/accuracy": accuracy
-                    for route, accuracy in greedy.by_route.items()
-                    if self._routes[route].name
-                }
+                numbers |= accuracy_numbers(greedy, self._routes)
                 self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES], self._images)
             else:
                 self._write_texts(step, scored, self._config.n)
@@ -135,19 +131,36 @@ class Evaluator:
             self._metrics.exclude_evaluation(overlapped=overlapped)
         m.add(numbers)
         self._evaluated(step, numbers)
-        names = {key: SCORES.get(key) or key.removeprefix("eval/").replace("_", " ") for key in numbers}
-        shown = "  ".join(f"{names[key]} {value:.4g}" for key, value in numbers.items() if not isnan(value))
+        shown = "  ".join(f"{label(key)} {value:.4g}" for key, value in numbers.items() if not isnan(value))
         log.info("step %d: validation: %s", step, shown)
 
-    def _greedy(self) -> GreedyReport | None:
-        """Generate greedily and judge with eval.metric. Return None if there is no metric."""
-        if self._config.metric == NO_METRIC:
-            return None
-        judge, rollout = self._roles.judge, self._roles.rollout
-        if judge is None:
-            return rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES)
-        samples = rollout.greedy(self._prompts, n_samples=len(self._prompts)).samples
-        return judged(samples, judge.judge(samples), {prompt.prompt_id: prompt.route for prompt in self._prompts})
+
+def label(key: str) -> str:
+    """Return what a number of an evaluation is called in a log line or a table."""
+    return SCORES.get(key) or key.removeprefix("eval/").replace("pass_at_", "pass@").replace("_", " ")
+
+
+def greedy_report(
+    metric: str, rollout: RolloutRole, judge: JudgeRole | None, prompts: Sequence[Prompt]
+) -> GreedyReport | None:
+    """Generate greedily and judge with eval.metric. Return None if there is no metric.
+
+    Args:
+        judge: None: the engines compare the responses with the reference answers.
+    """
+    if metric == NO_METRIC:
+        return None
+    if judge is None:
+        return rollout.greedy(prompts, n_samples=KEPT_SAMPLES)
+    samples = rollout.greedy(prompts, n_samples=len(prompts)).samples
+    return judged(samples, judge.judge(samples), {prompt.prompt_id: prompt.route for prompt in prompts})
+
+
+def accuracy_numbers(greedy: GreedyReport, routes: Sequence[Route]) -> dict[str, float]:
+    """Return `eval/accuracy`, and with several teachers that of the prompts of each."""
+    names = {index: route.name for index, route in enumerate(routes) if route.name}
+    found = {f"domain/{names[route]}/accuracy": each for route, each in greedy.by_route.items() if route in names}
+    return {"eval/accuracy": greedy.accuracy, **found}
 
 
 def judged(samples: Sequence[Sample], values: Sequence[float], route_of: Mapping[int, int]) -> GreedyReport:

@@ -479,3 +479,24 @@ def check_scoring(config: Config) -> ScoringPlan:
     if n_vocab < n_student_vocab:
         check_masked(config, n_vocab, eos_ids, prompts)
     return ScoringPlan(config, prompts, eos_ids, teachers, n_vocab)
+
+
+def check_answering(config: Config) -> tuple[Config, str, list[int], list[Prompt]]:
+    """Check what the engines need to answer the held-out prompts, and what judges them. Makes no run folder.
+
+    Returns:
+        The settings with local copies, cpu or cuda, the end tokens, and the prompts.
+
+    Raises:
+        ConfigError, ModelError, ClusterError: as `preflight`.
+    """
+    check_config(config)
+    check_ray_installed()
+    config = with_local_copies(config.with_values(pinned_names(config)), ("model.path", *FILES))
+    device = _checked_device(config)
+    config = chosen(config)
+    tokenizer, _, eos_ids = read_student(config)
+    check_engines(config, device)
+    prompts = _held_out(config, tokenizer, environment_tools(config, tokenizer), None)
+    check_functions(config)
+    return config, device, eos_ids, prompts

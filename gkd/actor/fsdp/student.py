@@ -5,9 +5,11 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,13 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.agree import probe_group, same_error
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.lora import merge
 from gkd.actor.common.optim_spec import clip_factor
-from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
+from gkd.actor.common.shards import (
+    KINDS,
+    Piece,
+    SavedParam,
+    ShardReader,
+    check_same_student,
+    check_trained,
+    restore_rng,
+    rng_state,
+)
 from gkd.actor.common.step import BatchSums
 from gkd.actor.fsdp.attention import check_columns
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
@@ -287,3 +300,46 @@ class FsdpStudent(Student):
     def _export_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return the model's dtype for a weight and the tensor's own dtype for a buffer."""
         return self._dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+
+
+def saved_params(
+    reader: ShardReader, base: Path, held: Mapping[str, Any], *, trust_remote_code: bool, vision: Vision
+) -> tuple[list[SavedParam], list[SavedParam]]:
+    """Return the weights of a checkpoint as `FsdpStudent.export` yields them, and its adapters. No collective.
+
+    Args:
+        base: the folder that the student was built from, and `held` its tensors; frozen ones are read there.
+        trust_remote_code, vision: as for `FsdpStudent`.
+
+    Raises:
+        ModelError, CheckpointError: the folder is damaged, or of another model.
+    """
+    shapes = {name: tuple(shape) for name, shape in reader.meta["shapes"].items()}
+    scale, dtype = reader.meta["lora_scale"], getattr(torch, reader.meta["dtype"])
+    built, code = dtype if scale else torch.float32, trust_remote_code
+    hf = build_on_meta(base, dtype=built, packing=False, trust_remote_code=code, images=vision != "none")
+    freeze_vision(hf, vision, dtype)
+    frozen = frozen_vision(hf)
+    places = {name: place for name, place in match_files(hf, base, held).items() if name not in frozen}
+    digest = {"base": weights_digest(base)} if reader.meta["base"] else {}
+    check_trained(
+        reader.folder, reader.meta, digest | ({} if scale else {"shapes": dict.fromkeys(shapes.keys() & places.keys())})
+    )
+
+    def read(name: str) -> Tensor:
+        return reader.read(name, "param", 0, 0, prod(shapes[name])).view(shapes[name])
+
+    def weights(name: str, place: Place, own: torch.dtype) -> Iterator[Tensor]:
+        whole = read(name).to(own) if name in shapes else None
+        a, b = (f"{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB")
+        for part in place.parts:
+            tensor = held[part.name].get_tensor(part.name).to(own) if whole is None else part.cut_from(whole)
+            is_conv = isinstance(place.module, Conv1D)
+            yield merge(tensor, read(a), read(b), scale, transposed=is_conv) if a in shapes else tensor
+
+    saved: list[SavedParam] = []
+    for name, place in places.items():
+        own = dtype if isinstance(place.tensor, torch.nn.Parameter) else place.tensor.dtype
+        saved.append(([(part.name, part.shape, own) for part in place.parts], partial(weights, name, place, own)))
+    adapters = shapes if scale else {}
+    return saved, [([(name, shape, torch.float32)], partial(map, read, [name])) for name, shape in adapters.items()]

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,22 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
-from gkd.actor.megatron.hf_mapping import Shape, SplitVocab, TensorEntry
-from gkd.actor.megatron.lora import adapter_shapes
+from gkd.actor.common.lora import merge
+from gkd.actor.common.shards import (
+    KINDS,
+    Piece,
+    SavedParam,
+    ShardReader,
+    check_same_student,
+    restore_rng,
+    rng_state,
+)
+from gkd.actor.megatron.hf_mapping import WHOLE, Shape, SplitVocab, TensorEntry, stage_entries
+from gkd.actor.megatron.lora import adapter_shapes, adapters_of
 from gkd.actor.megatron.model import StudentModel
+from gkd.actor.megatron.model_config import read_megatron_dims
+from gkd.config.schema_actor import LoraConfig
+from gkd.hf.model_folder import weights_digest
 
 _TRACKER = "megatron."  # prefix of the names of Megatron's generators
 
@@ -169,6 +182,49 @@ def _resplit(
     part = torch.empty(part_shape(entry, layout.tp))
     entry.layout.fill(part, entry.layout.join(old_parts, dims), dims, n_new, layout.tp_rank % n_new)
     return part.view(-1)[start:stop]
+
+
+def saved_params(
+    reader: ShardReader, base: Path, held: Mapping[str, Any], lora: LoraConfig | None
+) -> tuple[list[SavedParam], list[SavedParam]]:
+    """Return the weights of a checkpoint as `MegatronStudent.export` yields them, and its adapters. No collective.
+
+    Args:
+        base: the folder that the student was built from, and `held` its tensors; adapters are merged into them.
+
+    Raises:
+        ModelError, CheckpointError: the folder is unsupported, or of another model.
+    """
+    dims, dtype = read_megatron_dims(base), getattr(torch, reader.meta["dtype"])
+    own = {"dims": json.loads(json.dumps(asdict(dims)))} | ({"base": weights_digest(base)} if lora else {})
+    check_same_student(reader.folder, reader.meta, own, settings=(), model="dims")
+    adapters = {} if lora is None else {adapter.weight: adapter for adapter in adapters_of(dims, WHOLE, lora)}
+
+    def whole(entry: TensorEntry) -> tuple[Tensor, ...]:
+        n_parts = reader.meta["layout"]["tp"] if _is_split(entry) else 1
+        name, shape = entry.hf_names[0], part_shape(entry, n_parts)
+        parts = [reader.read(name, "param", i, 0, math.prod(shape)).view(shape) for i in range(n_parts)]
+        return entry.layout.join(torch.stack(parts), dims)
+
+    def weights(entry: TensorEntry) -> Iterator[Tensor]:
+        if lora is None:
+            yield from (tensor.to(dtype) for tensor in whole(entry))
+            return
+        for name in entry.hf_names:
+            tensor = held[name].get_tensor(name).to(dtype)
+            if adapter := adapters.get(name):
+                (a,), (b,) = whole(adapter.a), whole(adapter.b)
+                tensor = merge(tensor, a, b, lora.scale)
+            yield tensor
+
+    def plan(entry: TensorEntry, dtype: torch.dtype) -> list[tuple[str, Shape, torch.dtype]]:
+        return [(name, shape, dtype) for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)]
+
+    # A correction bias is not trained: no checkpoint has it, and `write_folder` copies it.
+    entries = [entry for entry in stage_entries(dims, WHOLE) if not entry.param.endswith("correction_bias")]
+    factors = [entry for adapter in adapters.values() for entry in (adapter.a, adapter.b)]
+    saved: list[SavedParam] = [(plan(entry, dtype), partial(weights, entry)) for entry in entries]
+    return saved, [(plan(entry, torch.float32), partial(whole, entry)) for entry in factors]
 
 
 def part_shape(entry: TensorEntry, tp: int) -> Shape:

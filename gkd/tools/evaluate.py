@@ -1,0 +1,198 @@
+"""`gkd eval RUN|FOLDER --data FILE`: accuracy of a checkpoint or a model folder, and its KL to the teacher.
+
+With a teacher the processes of a run start, and the run's own evaluation measures. Without one the engines alone start,
+which generate the same responses. Neither makes a run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from gkd.config.load import load_config, parse_overrides
+from gkd.config.schema import Config
+from gkd.config.schema_actor import LoraConfig, OptimConfig
+from gkd.config.schema_sections import NO_METRIC
+from gkd.console.state import changed
+from gkd.console.terminal import LINES, Terminal
+from gkd.errors import ConfigError, DataError, ModelError, TeacherUnavailable
+from gkd.log import get_logger
+from gkd.pipeline.evaluate import SEED, accuracy_numbers, greedy_report, label, pass_at_numbers
+from gkd.run import interrupts
+from gkd.run.checkpoints import step_of
+from gkd.tools import exit_codes
+from gkd.tools.export import add_choice, export, find_checkpoint
+from teacher_server.config.command import command_parser
+
+log = get_logger("eval")
+
+_EXAMPLES = """examples:
+  python -m gkd.tools.evaluate runs/mine                                    # its newest checkpoint, its data.val_files
+  python -m gkd.tools.evaluate runs/mine --step 200 --data data/test.jsonl eval.n=8
+  python -m gkd.tools.evaluate Qwen/Qwen2.5-1.5B-Instruct --data data/test.jsonl eval.metric=math_verify --json
+
+A run has its own settings. Those of a model are the defaults; key=value sets others: eval.metric, the function that
+judges (default: that of the run, or its first reward function), eval.n, sampled responses for pass@k, data.prompt_key,
+rollout.n_gpus_per_node. All rows of --data are used, and the first eval.max_prompts of a run's own data.val_files.
+The KL needs a teacher that replies, and the GPUs of a whole run; without it the engines alone start.
+
+exit code: 0 done, 1 a process failed, 2 wrong settings, model or data, or nothing to measure; 130 interrupted
+"""
+
+
+@exit_codes(ConfigError, DataError, ModelError)
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool and return its exit code, see `_EXAMPLES`."""
+    args = _parse(argv)
+    interrupts.install()
+    is_run = (args.model / "config.yaml").is_file()
+    with tempfile.TemporaryDirectory(prefix="gkd_eval_") as name:
+        work = Path(name)
+        config = settings(args.model, args.data, args.overrides, work / "run", is_run=is_run)
+        if not is_run and (args.step is not None or args.best):
+            problem = "it has no config.yaml, so it is no run folder with checkpoints."
+            raise ConfigError("--step", str(args.model), problem, "name a run folder, or leave out --step and --best.")
+        checkpoint = find_checkpoint(args.model, args.step, best=args.best) if is_run else None
+        with Terminal(config.trainer.progress, str(args.model)) as terminal:
+            if not args.no_kl and teacher_replies(config):
+                numbers, n_prompts, teacher = _with_teacher(config, checkpoint, terminal)
+            else:
+                numbers, n_prompts, teacher = *_engines_alone(config, checkpoint, work / "student"), ""
+    facts = {
+        "model": str(args.model),
+        "step": None if checkpoint is None else step_of(checkpoint),
+        "data": config.data.val_files,
+        "prompts": n_prompts,
+        "metric": config.eval.metric,
+        "teacher": teacher or None,
+    }
+    kept = {key: value for key, value in numbers.items() if key.startswith("eval/") or key.endswith("/accuracy")}
+    if args.json:
+        print(json.dumps(facts | {key: None if math.isnan(each) else each for key, each in kept.items()}))
+    else:
+        print(table(facts, kept))
+    return 0
+
+
+def settings(model: Path, data: Path | None, overrides: list[str], run_dir: Path, *, is_run: bool) -> Config:
+    """Return the settings of an evaluation: those of the run, or the defaults, without what belongs to training.
+
+    Raises ConfigError: a setting is wrong, or there are no prompts.
+    """
+    given = {override.partition("=")[0] for override in overrides}
+    own = [] if is_run else [f"model.path={model}"]
+    config = load_config(model / "config.yaml" if is_run else None, [*own, *overrides])
+    files = config.data.val_files if data is None else [str(data)]
+    if not files:
+        problem = "there are no prompts: " + ("the run has no data.val_files." if is_run else "a model has none.")
+        raise ConfigError("--data", "", problem, "name a file like those of data.val_files.")
+    values = {
+        "data.val_files": files,
+        "data.domain_shares": {},
+        "actor.optim": OptimConfig(),
+        "trainer.run_dir": str(run_dir),
+        "trainer.resume": "never",
+        "trainer.replay": "",
+        "trainer.record_batches": False,
+        "trainer.loggers": [],
+        "trainer.profile_steps": [],
+        "trainer.keep_best": "",
+        "trainer.total_steps": 1,
+        "trainer.progress": config.trainer.progress if config.trainer.progress == "off" else LINES,
+    }
+    if config.distill.on_policy_share == 1:  # else the losses need responses, which the run's own files have
+        values["data.train_files"] = files
+    if data is not None and "eval.max_prompts" not in given:
+        values["eval.max_prompts"] = 0
+    if config.eval.metric == NO_METRIC and config.reward.functions and "eval.metric" not in given:
+        values["eval.metric"] = config.reward.functions[0].path
+    return config.with_values(values)
+
+
+def teacher_replies(config: Config) -> bool:
+    """Return whether there is a teacher; log why not. Raises ConfigError: the host of its address is unknown."""
+    from gkd.preflight.teacher import check_reachable
+
+    try:
+        for route in () if config.derived.teacher_pool else config.derived.routes:
+            check_reachable(route)
+    except TeacherUnavailable as error:
+        log.warning("no KL, because no teacher replies: %s", error)
+        return False
+    return True
+
+
+def _with_teacher(config: Config, checkpoint: Path | None, terminal: Terminal) -> tuple[Mapping[str, float], int, str]:
+    """Return the numbers of the run's own evaluation, of how many prompts, and the names of the teachers."""
+    from gkd.api import open_pools
+    from gkd.trainer import Trainer
+
+    with open_pools(config) as pools:
+        plan = pools.plan
+        trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
+        with terminal.watching(trainer.metrics.state, pools.teacher_health):
+            numbers = trainer.evaluate(checkpoint, (step_of(checkpoint) or 0) if checkpoint else 0)
+    names = ", ".join(dict.fromkeys(teacher.model_name for teacher in plan.teachers))
+    return numbers, len(plan.val_prompts[: config.eval.max_prompts or None]), names
+
+
+def _engines_alone(config: Config, checkpoint: Path | None, student: Path) -> tuple[Mapping[str, float], int]:
+    """Return the accuracies, and of how many prompts.
+
+    Args:
+        student: folder to which the student of the checkpoint is exported.
+    """
+    if config.eval.metric == NO_METRIC:
+        fix = "start the teacher for the KL, or choose a function, e.g. eval.metric=exact_match."
+        raise config.error("eval.metric", "without a teacher there is nothing to measure.", fix)
+    from gkd.preflight.run import check_answering
+    from gkd.start.launcher import started_engines
+
+    if checkpoint is not None:
+        export(checkpoint, student)
+        config = config.with_values({"model.path": str(student)})
+    config = config.with_values({"actor.lora": LoraConfig(), "weight_sync.lora": "merged"})
+    config, device, eos_ids, prompts = check_answering(config)
+    prompts = prompts[: config.eval.max_prompts or None]
+    n = config.eval.n
+    with started_engines(config, device, eos_ids, prompts) as (rollout, judge):
+        greedy = greedy_report(config.eval.metric, rollout, judge if config.derived.metrics else None, prompts)
+        assert greedy is not None, "there is a metric"
+        numbers = accuracy_numbers(greedy, config.derived.routes)
+        if n > 1:
+            temperature, indices = config.rollout.temperature, range(len(prompts))
+            chunks = rollout.generate(prompts, prompt_indices=indices, n=n, temperature=temperature, seed=SEED)
+            numbers |= pass_at_numbers(judge.judge_chunks(chunks), n)
+    return numbers, len(prompts)
+
+
+def table(facts: Mapping[str, object], numbers: Mapping[str, float]) -> str:
+    """Return what was evaluated, and a line for each number."""
+    step = "" if facts["step"] is None else f", step {facts['step']}"
+    teacher = f", teacher {facts['teacher']}" if facts["teacher"] else ""
+    lines = [f"{facts['model']}{step}: {facts['prompts']} prompts, metric {facts['metric']}{teacher}"]
+    for key, value in numbers.items():
+        is_share = key.endswith("/accuracy") or key.startswith("eval/pass_at_")
+        lines.append(f"  {label(key):<24}{changed('eval/accuracy' if is_share else key, None, value)}")
+    return "\n".join(lines)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    description = "Measure accuracy and pass@k of a run's checkpoint or of a model, and the KL to the teacher."
+    parser = command_parser("python -m gkd.tools.evaluate", description, _EXAMPLES)
+    parser.add_argument("model", type=Path, metavar="RUN|FOLDER", help="run folder, model folder, or ORG/NAME")
+    add_choice(parser)
+    parser.add_argument("--data", type=Path, metavar="FILE", help="prompts and answers, as data.val_files of a run")
+    parser.add_argument("--no-kl", action="store_true", help="ask no teacher; the engines alone start")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the run's")
+    return parse_overrides(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
