@@ -13,11 +13,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.config.schema_actor import LoraConfig, OptimConfig
-from gkd.config.schema_sections import NO_METRIC
+from gkd.config.schema_sections import NO_METRIC, all_keys
 from gkd.console.state import changed
 from gkd.console.terminal import LINES, Terminal
 from gkd.errors import ConfigError, DataError, ModelError, TeacherUnavailable
@@ -27,6 +28,7 @@ from gkd.run import interrupts
 from gkd.run.checkpoints import step_of
 from gkd.tools import exit_codes
 from gkd.tools.export import add_choice, export, find_checkpoint
+from gkd.types import Prompt
 from teacher_server.config.command import command_parser
 
 log = get_logger("eval")
@@ -43,6 +45,11 @@ The KL needs a teacher that replies, and the GPUs of a whole run; without it the
 
 exit code: 0 done, 1 a process failed, 2 wrong settings, model or data, or nothing to measure; 130 interrupted
 """
+# Keys that concern training alone, or another folder.
+_OF_TRAINING = (
+    *("trainer.resume", "trainer.replay", "trainer.record_batches", "trainer.loggers", "trainer.profile_steps"),
+    *("trainer.keep_best", "data.domain_shares"),
+)
 
 
 @exit_codes(ConfigError, DataError, ModelError)
@@ -50,32 +57,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     interrupts.install()
-    is_run = (args.model / "config.yaml").is_file()
-    with tempfile.TemporaryDirectory(prefix="gkd_eval_") as name:
-        work = Path(name)
-        config = settings(args.model, args.data, args.overrides, work / "run", is_run=is_run)
-        if not is_run and (args.step is not None or args.best):
-            problem = "it has no config.yaml, so it is no run folder with checkpoints."
-            raise ConfigError("--step", str(args.model), problem, "name a run folder, or leave out --step and --best.")
-        checkpoint = find_checkpoint(args.model, args.step, best=args.best) if is_run else None
-        with Terminal(config.trainer.progress, str(args.model)) as terminal:
-            if not args.no_kl and teacher_replies(config):
-                numbers, n_prompts, teacher = _with_teacher(config, checkpoint, terminal)
-            else:
-                numbers, n_prompts, teacher = *_engines_alone(config, checkpoint, work / "student"), ""
-    facts = {
-        "model": str(args.model),
-        "step": None if checkpoint is None else step_of(checkpoint),
-        "data": config.data.val_files,
-        "prompts": n_prompts,
-        "metric": config.eval.metric,
-        "teacher": teacher or None,
-    }
+    is_run = (args.model / "config.yaml").is_file() or args.step is not None or args.best
+    checkpoint = find_checkpoint(args.model, args.step, best=args.best) if is_run else None
+    with tempfile.TemporaryDirectory(prefix="gkd_eval_") as work, Terminal(LINES, str(args.model)) as terminal:
+        config = settings(args.model, args.data, args.overrides, Path(work) / "run", is_run=is_run)
+        if not args.no_kl and teacher_replies(config):
+            numbers, prompts, teacher = _with_teacher(config, checkpoint, terminal)
+        else:
+            numbers, prompts = _engines_alone(config, checkpoint, Path(work) / "student")
+            teacher = None
     kept = {key: value for key, value in numbers.items() if key.startswith("eval/") or key.endswith("/accuracy")}
+    step, metric = checkpoint and step_of(checkpoint), config.eval.metric
+    n = len(prompts[: config.eval.max_prompts or None])
     if args.json:
-        print(json.dumps(facts | {key: None if math.isnan(each) else each for key, each in kept.items()}))
-    else:
-        print(table(facts, kept))
+        facts = {"model": str(args.model), "step": step, "data": config.data.val_files, "prompts": n, "metric": metric}
+        known = {key: None if math.isnan(value) else value for key, value in kept.items()}
+        print(json.dumps({**facts, "teacher": teacher, **known}))
+        return 0
+    print(f"{args.model}{'' if step is None else f', step {step}'}: {n} prompts, metric {metric}, teacher {teacher}")
+    for key, value in kept.items():
+        is_share = key.endswith("/accuracy") or key.startswith("eval/pass_at_")
+        print(f"  {label(key):<24}{changed('eval/accuracy' if is_share else key, None, value)}")
     return 0
 
 
@@ -91,20 +93,9 @@ def settings(model: Path, data: Path | None, overrides: list[str], run_dir: Path
     if not files:
         problem = "there are no prompts: " + ("the run has no data.val_files." if is_run else "a model has none.")
         raise ConfigError("--data", "", problem, "name a file like those of data.val_files.")
-    values = {
-        "data.val_files": files,
-        "data.domain_shares": {},
-        "actor.optim": OptimConfig(),
-        "trainer.run_dir": str(run_dir),
-        "trainer.resume": "never",
-        "trainer.replay": "",
-        "trainer.record_batches": False,
-        "trainer.loggers": [],
-        "trainer.profile_steps": [],
-        "trainer.keep_best": "",
-        "trainer.total_steps": 1,
-        "trainer.progress": config.trainer.progress if config.trainer.progress == "off" else LINES,
-    }
+    values: dict[str, Any] = {key: all_keys()[key].default for key in _OF_TRAINING}
+    values |= {"data.val_files": files, "actor.optim": OptimConfig(), "trainer.total_steps": 1}
+    values["trainer.run_dir"] = str(run_dir)
     if config.distill.on_policy_share == 1:  # else the losses need responses, which the run's own files have
         values["data.train_files"] = files
     if data is not None and "eval.max_prompts" not in given:
@@ -127,8 +118,10 @@ def teacher_replies(config: Config) -> bool:
     return True
 
 
-def _with_teacher(config: Config, checkpoint: Path | None, terminal: Terminal) -> tuple[Mapping[str, float], int, str]:
-    """Return the numbers of the run's own evaluation, of how many prompts, and the names of the teachers."""
+def _with_teacher(
+    config: Config, checkpoint: Path | None, terminal: Terminal
+) -> tuple[Mapping[str, float], list[Prompt], str]:
+    """Return the numbers of the run's own evaluation, its prompts, and the names of the teachers."""
     from gkd.api import open_pools
     from gkd.trainer import Trainer
 
@@ -136,50 +129,38 @@ def _with_teacher(config: Config, checkpoint: Path | None, terminal: Terminal) -
         plan = pools.plan
         trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
         with terminal.watching(trainer.metrics.state, pools.teacher_health):
-            numbers = trainer.evaluate(checkpoint, (step_of(checkpoint) or 0) if checkpoint else 0)
-    names = ", ".join(dict.fromkeys(teacher.model_name for teacher in plan.teachers))
-    return numbers, len(plan.val_prompts[: config.eval.max_prompts or None]), names
+            numbers = trainer.evaluate(checkpoint, (checkpoint and step_of(checkpoint)) or 0)
+    return numbers, plan.val_prompts, ", ".join(dict.fromkeys(teacher.model_name for teacher in plan.teachers))
 
 
-def _engines_alone(config: Config, checkpoint: Path | None, student: Path) -> tuple[Mapping[str, float], int]:
-    """Return the accuracies, and of how many prompts.
+def _engines_alone(config: Config, checkpoint: Path | None, student: Path) -> tuple[Mapping[str, float], list[Prompt]]:
+    """Return the accuracies and the prompts.
 
     Args:
         student: folder to which the student of the checkpoint is exported.
     """
-    if config.eval.metric == NO_METRIC:
-        fix = "start the teacher for the KL, or choose a function, e.g. eval.metric=exact_match."
-        raise config.error("eval.metric", "without a teacher there is nothing to measure.", fix)
     from gkd.preflight.run import check_answering
     from gkd.start.launcher import started_engines
 
+    metric, n = config.eval.metric, config.eval.n
+    if metric == NO_METRIC:
+        fix = "start the teacher for the KL, or choose a function, e.g. eval.metric=exact_match."
+        raise config.error("eval.metric", "without a teacher there is nothing to measure.", fix)
     if checkpoint is not None:
         export(checkpoint, student)
         config = config.with_values({"model.path": str(student)})
     config = config.with_values({"actor.lora": LoraConfig(), "weight_sync.lora": "merged"})
     config, device, eos_ids, prompts = check_answering(config)
     prompts = prompts[: config.eval.max_prompts or None]
-    n = config.eval.n
     with started_engines(config, device, eos_ids, prompts) as (rollout, judge):
-        greedy = greedy_report(config.eval.metric, rollout, judge if config.derived.metrics else None, prompts)
+        greedy = greedy_report(metric, rollout, judge if config.derived.metrics else None, prompts)
         assert greedy is not None, "there is a metric"
         numbers = accuracy_numbers(greedy, config.derived.routes)
         if n > 1:
             temperature, indices = config.rollout.temperature, range(len(prompts))
             chunks = rollout.generate(prompts, prompt_indices=indices, n=n, temperature=temperature, seed=SEED)
             numbers |= pass_at_numbers(judge.judge_chunks(chunks), n)
-    return numbers, len(prompts)
-
-
-def table(facts: Mapping[str, object], numbers: Mapping[str, float]) -> str:
-    """Return what was evaluated, and a line for each number."""
-    step = "" if facts["step"] is None else f", step {facts['step']}"
-    teacher = f", teacher {facts['teacher']}" if facts["teacher"] else ""
-    lines = [f"{facts['model']}{step}: {facts['prompts']} prompts, metric {facts['metric']}{teacher}"]
-    for key, value in numbers.items():
-        is_share = key.endswith("/accuracy") or key.startswith("eval/pass_at_")
-        lines.append(f"  {label(key):<24}{changed('eval/accuracy' if is_share else key, None, value)}")
-    return "\n".join(lines)
+    return numbers, prompts
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

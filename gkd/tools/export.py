@@ -13,14 +13,16 @@ from pathlib import Path
 from gkd.config.load import load_config
 from gkd.console.state import RunState
 from gkd.console.summary import model_card, serve_command
-from gkd.errors import ConfigError, GkdError
+from gkd.errors import ConfigError
 from gkd.hf.hub import with_local_copies
 from gkd.metrics.writer import read_metrics
-from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
+from gkd.run.checkpoints import ACTOR, CheckpointStore, step_of, verified
 from gkd.run.disk import replace_file
 from gkd.run.folder import CARD, CHECKPOINTS
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
+from teacher_server.engines.hub import upload
+from teacher_server.engines.weight_files import FolderError
 
 _EXAMPLES = """examples:
   python -m gkd.tools.export runs/mine --out exports/mine                 # the newest checkpoint
@@ -43,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     export(folder, args.out)
     print(f"exported step {step_of(folder)} to {args.out}")
     if args.push:
-        print(f"pushed to {push(args.out, args.push)}")
+        try:
+            print(f"pushed to {upload(args.out, args.push)}")
+        except FolderError as error:
+            raise ConfigError("--push", args.push, error.problem, error.fix) from error
     print(f"next: {serve_command(args.out)}")
     return 0
 
@@ -55,26 +60,21 @@ def find_checkpoint(root: Path, step: int | None, *, best: bool) -> Path:
         ConfigError: the folder is no run, or has no such checkpoint.
         CheckpointError: it is damaged.
     """
-    if not (root / CHECKPOINTS).is_dir():
-        found = "this is a checkpoint" if step_of(root) is not None else "no run, or one that has saved no checkpoint"
-        fix = "name the run folder, which has the folder checkpoints."
-        raise ConfigError("RUN", str(root.absolute()), f"{found}.", fix)
     store = CheckpointStore(root / CHECKPOINTS)
     saved = {step_of(folder): folder for folder in store.committed()}
-    listed = ", ".join(map(str, saved)) or "none"
-    if best:
-        marked = store.best()
-        if marked is None:
-            problem = "the run has marked none, because trainer.keep_best was not set, or no evaluation is saved."
-            raise ConfigError("--best", str(root), problem, f"choose a step with --step. Saved: {listed}.")
-        step = marked.step
-    elif step is None:
-        step = max((each for each in saved if each is not None), default=0)
-    if step not in saved:
-        problem = f"{root / CHECKPOINTS} has no {step_folder(step)}. Saved: {listed}."
-        raise ConfigError("--step", step, problem, "choose one of these; trainer.save_every and keep_last decide.")
-    verified(saved[step])
-    return saved[step]
+    if not saved:
+        found = "this is a checkpoint" if step_of(root) is not None else "it has no checkpoint of a run"
+        raise ConfigError("RUN", str(root.absolute()), f"{found}.", "name the folder of a run that has saved one.")
+    listed = f"Saved steps: {', '.join(map(str, saved))}."
+    marked = store.best() if best else None
+    if best and marked is None:
+        raise ConfigError("--best", str(root), f"no step is marked. {listed}", "use --step, or trainer.keep_best.")
+    wanted = marked.step if marked else [*saved][-1] if step is None else step
+    if wanted not in saved:
+        fix = "choose one of these; trainer.save_every and trainer.keep_last decide which there are."
+        raise ConfigError("--step", wanted, f"it is no checkpoint of {root}. {listed}", fix)
+    verified(saved[wanted])
+    return saved[wanted]
 
 
 def export(checkpoint: Path, out: Path) -> None:
@@ -120,29 +120,6 @@ def export(checkpoint: Path, out: Path) -> None:
         if line["step"] <= step:
             state.add_past(int(line["step"]), line)
     replace_file(out / CARD, model_card(root, config, state, step).encode())
-
-
-def push(folder: Path, repo: str) -> str:
-    """Upload a folder to the Hugging Face hub, as one commit, and return its address. Raises ConfigError, GkdError."""
-    from huggingface_hub import HfApi, constants, errors
-
-    try:
-        HfApi().create_repo(repo, private=True, exist_ok=True)
-        return (
-            HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload {folder.name}").commit_url
-        )
-    except (errors.HFValidationError, errors.LocalTokenNotFoundError) as error:
-        fix = "write ORG/NAME, and set HF_TOKEN to a token that may write there."
-        raise ConfigError("--push", repo, f"{str(error).splitlines()[0]}", fix) from error
-    except Exception as error:  # the library raises many types of errors
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        where, text = f"{constants.ENDPOINT}/{repo}", next(iter(str(error).splitlines()), "")
-        if status in (401, 403, 404):
-            problem = f"{constants.ENDPOINT} refuses it ({status})."
-            fix = "set HF_TOKEN to a token that may write there; the folder of --out is complete."
-            raise ConfigError("--push", repo, problem, fix) from error
-        fix = f"run `hf upload {repo} {folder}`; the folder is complete"
-        raise GkdError(f"the upload to {where} failed ({type(error).__name__}: {text}). Fix: {fix}") from error
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
