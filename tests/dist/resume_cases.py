@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
-from gkd.actor.common.shards import ShardReader
+from gkd.actor.common.shards import ShardReader, read_params
+from gkd.actor.fsdp.student import saved_params as fsdp_params
+from gkd.actor.megatron.checkpoint import saved_params as megatron_params
+from gkd.hf.model_folder import open_tensors
 from tests.device import host, rank_device
 from tests.dist.helpers import destroy_groups
 from tests.dist.megatron_reference import make_micro_batches
@@ -118,6 +121,19 @@ def weights(student: Any) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in student.export()}
 
 
+def exported(folder: Path, base: Path, lora: Any = None) -> dict[str, str]:
+    """Return the digest of each tensor that `gkd export` writes of a checkpoint."""
+    with ShardReader(folder) as reader, open_tensors(base) as held:
+        if reader.meta["strategy"] == "megatron":
+            params, _ = megatron_params(reader, base, held, lora)
+        else:
+            params, _ = fsdp_params(reader, base, held, trust_remote_code=False, vision="none")
+        plan, tensors = read_params(params)
+        read = [(name, tuple(tensor.shape), tensor.dtype, digest(tensor)) for name, tensor in tensors]
+    assert plan == [one[:3] for one in read]
+    return {name: own for name, _, _, own in read}
+
+
 def digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(host(tensor.contiguous().view(-1).view(torch.uint8)), digest_size=16).hexdigest()
 
@@ -136,12 +152,14 @@ def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -
         stats, final = train(student, SAVED_AT, LAST), weights(student)
         write(case.folder(root), rank, snapshot)
         dist.barrier()
+        whole = exported(case.folder(root), root / case.kind, LORA if case.lora else None)
         resumed = make_student(root, case, rank)
         resumed.load_checkpoint(case.folder(root))
         results[case] = {
             "step": resumed.step,
             "saved": saved,
             "loaded_equal": weights(resumed) == saved,
+            "export_equal": saved.items() <= whole.items(),
             "rng_equal": _draw() == drawn,
             "stats_equal": train(resumed, SAVED_AT, LAST) == stats,
             "final_equal": weights(resumed) == final,
