@@ -88,13 +88,10 @@ class Trainer:
             attempt("stopping the rollouts", lambda: self.source.close(wait=True))
 
     def evaluate(self, checkpoint: Path | None, step: int) -> dict[str, float]:
-        """Evaluate once, instead of `fit`, and return the numbers of the line in metrics.jsonl; blocks.
+        """Evaluate a checkpoint, of any run of this student, instead of `fit`; None: model.path. Raises as `fit`.
 
-        Args:
-            checkpoint: whose weights to load; None: those of model.path. Its run may have had other settings and data.
-            step: of the checkpoint.
-
-        Raises as `fit`.
+        Returns:
+            The numbers of the line in metrics.jsonl.
         """
         if checkpoint is not None:
             self.roles.actor.load(checkpoint / ACTOR)

@@ -131,7 +131,8 @@ class Hub:
         if words[-1] == "create":
             repo = f"{lines[0]['organization']}/{lines[0]['name']}"
             self.push(repo, {})
-            self.requests.append(f"create {repo}, private: {lines[0].get('private')}")
+            is_private = lines[0].get("private") or lines[0].get("visibility") == "private"  # by the library's version
+            self.requests.append(f"create {repo}, private: {is_private}")
             reply = {"url": f"{self.address}/{repo}", "name": repo}
         elif "preupload" in words:
             reply = {"files": [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]]}

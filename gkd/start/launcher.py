@@ -97,13 +97,9 @@ def started_roles(plan: Plan, *, engines_sleep: bool = False) -> Iterator[Roles]
 def started_engines(
     config: Config, device: str, eos_ids: Sequence[int], prompts: Sequence[Prompt]
 ) -> Iterator[tuple[RolloutPool, JudgedScoring]]:
-    """Start the engines alone, with the weights of model.path, and what judges answers to held-out prompts.
+    """Start the engines alone, with the weights of model.path, and what judges answers to these held-out prompts.
 
-    Args:
-        prompts: the held-out ones.
-
-    Raises:
-        ClusterError: as `started_roles`.
+    Raises as `started_roles`.
     """
     on_cpu, limit_s = device == "cpu", config.trainer.init_timeout_s
     spec = replace(pool_specs(config)[1], helper_cpus=HELPER_CPUS)

@@ -134,11 +134,7 @@ def _with_teacher(
 
 
 def _engines_alone(config: Config, checkpoint: Path | None, student: Path) -> tuple[Mapping[str, float], list[Prompt]]:
-    """Return the accuracies and the prompts.
-
-    Args:
-        student: folder to which the student of the checkpoint is exported.
-    """
+    """Return the accuracies and the prompts. The student of a checkpoint is exported to the folder `student`."""
     from gkd.preflight.run import check_answering
     from gkd.start.launcher import started_engines
 

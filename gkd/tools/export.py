@@ -57,7 +57,7 @@ def find_checkpoint(root: Path, step: int | None, *, best: bool) -> Path:
     """Return a checkpoint of a run: of a step, the best, or the newest; every byte of it is verified.
 
     Raises:
-        ConfigError: the folder is no run, or has no such checkpoint.
+        ConfigError: the folder belongs to no run, or the checkpoint does not exist.
         CheckpointError: it is damaged.
     """
     store = CheckpointStore(root / CHECKPOINTS)
