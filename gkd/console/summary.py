@@ -21,7 +21,6 @@ from gkd.console.numbers import count, seconds
 from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
 from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, EXPORT
-from teacher_server.engines.hub import find
 
 # Steps that `gkd split` leaves out at the start of a run (loading, compiling, first caches), and needs after them.
 WARM_UP = 2
@@ -91,9 +90,10 @@ def model_card(root: Path, config: Config, state: RunState, step: int) -> str:
     words = shlex.join(json.loads(starts[0])["command"]) if starts else ""
     teacher = json.loads((root / "teacher.json").read_text())
     names = dict.fromkeys(each["name"] for each in teacher.get("routes", {"": teacher}).values())
-    terms, hub_name = config.derived.loss.terms, find(config.model.path)
+    terms, base = config.derived.loss.terms, config.model.path
+    hub_name = None if Path(base).exists() else re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(@\S+)?", base)
     rows = [
-        ("base model", config.model.path),
+        ("base model", base),
         ("teacher", ", ".join(names)),
         ("prompts", ", ".join(config.data.train_files)),
         ("loss", " + ".join(each.name if each.weight == 1 else f"{each.weight:g} {each.name}" for each in terms)),
@@ -102,7 +102,7 @@ def model_card(root: Path, config: Config, state: RunState, step: int) -> str:
         ("version of gkd", metadata.version("gkd")),
     ]
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [distillation, gkd]"]
-    lines += [f"base_model: {hub_name.repo}"] if hub_name else []
+    lines += [f"base_model: {hub_name[1]}"] if hub_name else []
     lines += ["---", f"# {root.absolute().name}, step {step}", "", "A student, distilled on its own responses.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {text.replace('|', '&#124;')} |" for name, text in rows)]
     command = re.sub(r"^.*?(gkd\.main_gkd|\bgkd train)(?= )", "gkd train", words)

@@ -58,6 +58,12 @@ def local_path(path: str, key: str, *, weights: bool = True) -> str:
         return hub.local_path(_checked(path), weights=weights)
 
 
+def upload(folder: Path, repo: str) -> str:
+    """Upload a model folder, and return its address. Raises ConfigError naming --push: see `hub.upload`."""
+    with _named("--push", repo):
+        return hub.upload(folder, repo)
+
+
 def cached_folder(path: str) -> str:
     """Return the folder of a model, without its weights, as this host's cache has it; otherwise the path itself."""
     try:

@@ -14,15 +14,13 @@ from gkd.config.load import load_config
 from gkd.console.state import RunState
 from gkd.console.summary import model_card, serve_command
 from gkd.errors import ConfigError
-from gkd.hf.hub import with_local_copies
+from gkd.hf.hub import upload, with_local_copies
 from gkd.metrics.writer import read_metrics
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_of, verified
 from gkd.run.disk import replace_file
 from gkd.run.folder import CARD, CHECKPOINTS
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
-from teacher_server.engines.hub import upload
-from teacher_server.engines.weight_files import FolderError
 
 _EXAMPLES = """examples:
   python -m gkd.tools.export runs/mine --out exports/mine                 # the newest checkpoint
@@ -45,10 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     export(folder, args.out)
     print(f"exported step {step_of(folder)} to {args.out}")
     if args.push:
-        try:
-            print(f"pushed to {upload(args.out, args.push)}")
-        except FolderError as error:
-            raise ConfigError("--push", args.push, error.problem, error.fix) from error
+        print(f"pushed to {upload(args.out, args.push)}")
     print(f"next: {serve_command(args.out)}")
     return 0
 

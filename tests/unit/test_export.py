@@ -147,7 +147,7 @@ def test_an_upload_makes_a_private_repository_and_names_the_token(tmp_path: Path
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "README.md").write_text("---\ntags: [gkd]\n---\n")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 300)
-    program = "import sys; from pathlib import Path; from teacher_server.engines.hub import upload\n"
+    program = "import sys; from pathlib import Path; from gkd.hf.hub import upload\n"
     program += "print(upload(Path('model'), sys.argv[1]))"
     with Hub(tmp_path / "cache") as hub:
 
@@ -161,4 +161,4 @@ def test_an_upload_makes_a_private_repository_and_names_the_token(tmp_path: Path
         assert hub.files("org/student").keys() == {"README.md", "model.safetensors"}
         for refused in (upload("org/student", HF_TOKEN="hf_wrong"), upload("org/student"), upload("no name")):
             assert refused.returncode == 1 and "set HF_TOKEN to a token" in refused.stderr
-            assert "FolderError" in refused.stderr
+            assert "ConfigError: --push = " in refused.stderr
