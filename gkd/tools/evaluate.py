@@ -74,7 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         known = {key: None if math.isnan(value) else value for key, value in kept.items()}
         print(json.dumps({**facts, "teacher": teacher, **known}))
         return 0
-    print(f"{args.model}{'' if step is None else f', step {step}'}: {n} prompts, metric {metric}, teacher {teacher}")
+    print(
+        f"{args.model}{'' if step is None else f', step {step}'}: {n} prompts, metric {metric}, teacher {teacher or 'not asked'}"
+    )
     for key, value in kept.items():
         is_share = key.endswith("/accuracy") or key.startswith("eval/pass_at_")
         print(f"  {label(key):<24}{changed('eval/accuracy' if is_share else key, None, value)}")
@@ -91,8 +93,8 @@ def settings(model: Path, data: Path | None, overrides: list[str], run_dir: Path
     config = load_config(model / "config.yaml" if is_run else None, [*own, *overrides])
     files = config.data.val_files if data is None else [str(data)]
     if not files:
-        problem = "there are no prompts: " + ("the run has no data.val_files." if is_run else "a model has none.")
-        raise ConfigError("--data", "", problem, "name a file like those of data.val_files.")
+        why = "the run has no data.val_files" if is_run else f"{model.absolute()}/config.yaml, of a run, does not exist"
+        raise ConfigError("--data", "", f"there are no prompts: {why}.", "name a file like those of data.val_files.")
     values: dict[str, Any] = {key: all_keys()[key].default for key in _OF_TRAINING}
     values |= {"data.val_files": files, "actor.optim": OptimConfig(), "trainer.total_steps": 1}
     values["trainer.run_dir"] = str(run_dir)
