@@ -74,9 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         known = {key: None if math.isnan(value) else value for key, value in kept.items()}
         print(json.dumps({**facts, "teacher": teacher, **known}))
         return 0
-    print(
-        f"{args.model}{'' if step is None else f', step {step}'}: {n} prompts, metric {metric}, teacher {teacher or 'not asked'}"
-    )
+    asked = f", teacher {teacher}" if teacher else ""
+    print(f"{args.model}{'' if step is None else f', step {step}'}: {n} prompts, metric {metric}{asked}")
     for key, value in kept.items():
         is_share = key.endswith("/accuracy") or key.startswith("eval/pass_at_")
         print(f"  {label(key):<24}{changed('eval/accuracy' if is_share else key, None, value)}")

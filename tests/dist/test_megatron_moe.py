@@ -158,7 +158,8 @@ def _resume(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         student.train_step(_mine(student.layout, step))
     save(student, folder / "checkpoint")
     dist.barrier()  # before the files of the other ranks are read
-    assert digests(student).items() <= exported(folder / "checkpoint", folder).items()
+    untrained = {name: own for name, own in digests(student).items() if name.endswith("correction_bias")}
+    assert digests(student).items() - untrained.items() <= exported(folder / "checkpoint", folder).items()
     expected = student.train_step(_mine(student.layout, 2))
     for name in names:
         resumed = _student(rank, folder, name, recompute="full")
