@@ -1,6 +1,6 @@
 """A loss of your own: a divergence between teacher and student, named by its import path. docs/losses.md has the rules.
 
-python -m gkd.main_gkd --config X.yaml distill.loss=examples.own_loss:alpha_divergence distill.alpha=0.5
+gkd train --config X.yaml distill.loss=examples.own_loss:alpha_divergence distill.alpha=0.5
 """
 
 from torch import Tensor

@@ -17,13 +17,15 @@ from importlib import metadata
 
 # Command -> module with `main`, what it does, arguments of an example.
 COMMANDS = {
-    "train": ("gkd.main_gkd", "check a run, start its processes, train", "--config mine.yaml actor.optim.lr=1e-6"),
+    "train": ("gkd.main_gkd", "check a run, start its processes, train", "--student A --teacher B --data rows.jsonl"),
+    "init": ("gkd.tools.init", "write a YAML with comments of the settings that people change", "mine.yaml"),
     "teacher": (
         "teacher_server.__main__",
         "serve a teacher; with worker, status, drain, keygen, http: see its help",
         "--model Qwen/Qwen2.5-7B-Instruct --gpus 4,5,6,7",
     ),
     "score": ("gkd.tools.score", "score dataset responses once, to train without a teacher", "--config mine.yaml"),
+    "check": ("gkd.tools.check", "list every mistake that can be found without a start", "--config mine.yaml"),
     "check-gpus": ("gkd.tools.check_gpus", "report which rank is on which GPU", "--config mine.yaml"),
     "memory": ("gkd.tools.memory", "predict the memory of each rank", "--config mine.yaml --gpu-gib 80"),
     "split": ("gkd.tools.split", "recommend a split of the GPUs from a run", "runs/mine --gpus 8"),
@@ -36,6 +38,7 @@ COMMANDS = {
     "report": ("gkd.tools.report.__main__", "write one HTML page about runs", "runs/mine runs/other"),
     "where": ("gkd.tools.where", "show which tokens the KL of a run is at", "runs/mine"),
     "replay": ("gkd.tools.replay", "make a recorded step again and compare", "runs/mine --step 20"),
+    "env": ("gkd.tools.env", "print versions, hardware and variables, for the report of a problem", "> env.txt"),
     "trace": ("gkd.tools.trace", "write what each process did, for Perfetto", "runs/mine --steps 10-12"),
 }
 
@@ -45,7 +48,23 @@ def usage() -> str:
     lines = ["usage: gkd COMMAND ...", "", "On-policy distillation. `gkd COMMAND --help` has the arguments.", ""]
     for name, (_, what, example) in COMMANDS.items():
         lines += [f"  {name:<12}{what}", f"{'':14}gkd {name} {example}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, '  completion  let bash complete commands and keys: eval "$(gkd completion)"'])
+
+
+def completion() -> str:
+    """Return a script with which bash completes the commands, and behind them keys of settings and files."""
+    from gkd.config.schema_sections import all_keys
+
+    return f"""_gkd() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}"
+    if [ "$COMP_CWORD" = 1 ]; then
+        COMPREPLY=($(compgen -W "{" ".join(COMMANDS)}" -- "$word"))
+    else
+        COMPREPLY=($(compgen -W "{" ".join(f"{name}=" for name in all_keys())}" -- "$word") $(compgen -f -- "$word"))
+        case "${{COMPREPLY[0]}}" in *=) compopt -o nospace 2>/dev/null ;; esac
+    fi
+}}
+complete -F _gkd gkd"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     script, *words = sys.argv if argv is None else ("gkd", *argv)
     if words[:1] == ["--version"]:
         print(f"gkd {metadata.version('gkd')}, Python {platform.python_version()}")
+        return 0
+    if words == ["completion"]:
+        print(completion())
         return 0
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]

@@ -25,7 +25,13 @@ class ConfigError(GkdError):
 
     def __init__(self, key: str, value: object, problem: str, fix: str, more: Sequence[ConfigError] = ()) -> None:
         self.key, self.value, self.problem, self.fix, self.more = key, value, problem, fix, tuple(more)
-        super().__init__("\n".join([f"{key} = {value!r}: {problem} Fix: {fix}", *map(str, more)]))
+        advice = f" Fix: {fix}" if fix else ""
+        super().__init__("\n".join([f"{key} = {value!r}: {problem}{advice}", *map(str, more)]))
+
+    def parts(self) -> list[ConfigError]:
+        """Return an error for each mistake that this one names."""
+        first = ConfigError(self.key, self.value, self.problem, self.fix)
+        return [first, *(part for error in self.more for part in error.parts())]
 
     @classmethod
     def together(cls, errors: Sequence[ConfigError]) -> ConfigError:

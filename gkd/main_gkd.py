@@ -1,4 +1,7 @@
-"""Command line `python -m gkd.main_gkd --config X.yaml [key=value ...]`: check the run, start the pools, train.
+"""Command line `gkd train`: check the run, start the pools, train.
+
+    gkd train --config X.yaml [key=value ...]
+    gkd train --student MODEL --teacher MODEL --data FILE [key=value ...]
 
 `gkd.api.open_pools` checks the run and starts the processes, `gkd.trainer` is the loop.
 """
@@ -6,24 +9,27 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from gkd.api import open_pools
-from gkd.cluster.garbage import collect_garbage_rarely
-from gkd.config.load import add_config, load_config, parse_overrides
+from gkd.api import run
+from gkd.config.load import add_config, load_config, parse_overrides, read_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys, sections
 from gkd.console.summary import Closing
-from gkd.console.terminal import Terminal
+from gkd.console.terminal import LINES, Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.preflight.preview import preview
 from gkd.run import interrupts
 from gkd.run.failure_policy import may_start_again, start_again
-from gkd.trainer import Trainer
+from gkd.spans import driver
 from teacher_server.config.command import command_parser
 from teacher_server.vision.images import ImageError
 
@@ -37,9 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     interrupts.install()  # handles SIGINT even if a shell started this in the background with SIGINT ignored
     closing: Closing | None = None
+    own: list[str] = []  # settings that were chosen here
     failure: GkdError | None = None
     try:
-        config = load_config(args.config, args.overrides)
+        overrides = _overrides(args)
+        config = load_config(args.config, overrides) if args.show_prompts else _settings(args, overrides)
         if args.show_prompts is not None:
             try:
                 for text in preview(config, args.show_prompts):
@@ -47,8 +55,10 @@ def main(argv: list[str] | None = None) -> int:
             except BrokenPipeError:  # the reader has enough, for example head
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python writes at its end
             return 0
-        closing = Closing(config, sys.argv[1:] if argv is None else argv)
-        run(config, closing)
+        own = [word for word in overrides if word not in args.overrides and word.startswith("trainer.run_dir=")]
+        closing = Closing(config, [*(sys.argv[1:] if argv is None else argv), *own])
+        with _with_teacher(config, args) as with_teacher:
+            run(with_teacher, closing)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"config error: {line}", file=sys.stderr)
@@ -74,31 +84,41 @@ def main(argv: list[str] | None = None) -> int:
         closing.print(code)
         # Restart only a program: a caller of this function would be replaced, too. Never restart before the loop.
         if argv is None and failure is not None and closing.state is not None and may_start_again(failure, config):
-            start_again(environment)
+            start_again(environment, own)
     return code
 
 
-def run(config: Config, closing: Closing) -> None:
-    """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
-    with Terminal(config.trainer.progress, config.trainer.run_dir) as terminal, open_pools(config) as pools:
-        plan = pools.plan
-        trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
-        closing.state, closing.device = trainer.metrics.state, plan.device
-        with terminal.watching(trainer.metrics.state, pools.teacher_health):
-            collect_garbage_rarely()
-            trainer.fit()
+def _settings(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return the settings. Raises ConfigError: naming their mistakes, and then those that the other checks find.
+
+    Before a teacher is started for the run, everything else is checked.
+    """
+    config, wrong = read_config(args.config, overrides)
+    if config is None or wrong or args.teacher:
+        from gkd.preflight.run import problems  # not for a right configuration: `open_pools` checks it
+
+        with Terminal(LINES, ""), driver.doing("checks"):
+            found = problems(config, wrong, with_teacher=not args.teacher)
+        if found or config is None:
+            raise ConfigError.together(found)
+    return config
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "python -m gkd.main_gkd",
+        "gkd train",
         "On-policy distillation: train a student on its own responses, scored by a teacher.",
-        f"{_keys_help(all_keys())}\n\nexample:\n  python -m gkd.main_gkd --config mine.yaml actor.optim.lr=1e-3",
+        f"{_keys_help(all_keys())}\n\nexample:\n  gkd train --config mine.yaml actor.optim.lr=1e-3",
         add_help=False,
     )
     about = "print this and all keys, or the keys of one section, e.g. actor.optim"
     parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="SECTION", help=about)
-    add_config(parser, "settings that differ from the defaults")
+    add_config(parser, "settings that differ from the defaults", required=False)
+    parser.add_argument("--student", metavar="MODEL", help="model.path: a folder, or ORG/NAME on the hub")
+    parser.add_argument("--data", action="append", metavar="FILE", help="data.train_files; may be repeated")
+    about = "serve this model for the run alone, on GPUs that the pools leave; its log: RUN_DIR.teacher.log"
+    parser.add_argument("--teacher", metavar="MODEL", help=about)
+    parser.add_argument("--teacher-gpus", metavar="A,B,..", default="", help="GPUs of the server of --teacher")
     parser.add_argument(
         "--show-prompts",
         type=int,
@@ -110,6 +130,33 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if args.show_prompts is not None and args.show_prompts < 1:
         parser.error(f"--show-prompts {args.show_prompts}: give the number of prompts, at least 1")
     return args
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """Return the settings of the command line. Without a file a run has a folder: runs/STUDENT-1, or the next number.
+
+    What is written as key=value comes last, and wins.
+    """
+    words = [f"model.path={args.student}"] if args.student else []
+    words += [f"data.train_files={json.dumps(args.data)}"] if args.data else []
+    if args.student and not args.config and not any(word.startswith("trainer.run_dir=") for word in args.overrides):
+        name = Path(args.student).name
+        folders = (f"runs/{name}-{i}" for i in itertools.count(1))
+        words.append(f"trainer.run_dir={next(each for each in folders if not Path(each).exists())}")
+    return [*words, *args.overrides]
+
+
+@contextmanager
+def _with_teacher(config: Config, args: argparse.Namespace) -> Iterator[Config]:
+    """Serve the model of --teacher in the block, and yield the settings with its address."""
+    if not args.teacher:
+        yield config
+        return
+    from gkd.start.own_teacher import own_teacher, teacher_flags
+
+    log_file = Path(f"{config.trainer.run_dir}.teacher.log")
+    with own_teacher(args.teacher, teacher_flags(config, args.teacher_gpus), log_file) as port:
+        yield config.with_values({"teacher.server_ip": "127.0.0.1", "teacher.server_port": port})
 
 
 class _Help(argparse.Action):

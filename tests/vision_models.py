@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.device import on_cuda
 
 # The forms of templates: Qwen's writes an image where it stands, LLaVA's puts all in front and reads parts alone.
 QWEN_TEMPLATE = (
@@ -19,6 +22,7 @@ QWEN_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 INTERN_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>\n")
+GEMMA_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>")
 LLAVA_TEMPLATE = (
     "{% for m in messages %}{{ m.role.upper() + ': ' }}"
     "{% for p in m.content | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
@@ -31,6 +35,8 @@ SPECIAL = (
 )
 # What InternVL's processor calls four of them; the hub's have other texts.
 _NAMES = ("start_image_token", "end_image_token", "context_image_token", "video_token")
+# What Gemma 3's calls three of them.
+_MARKS = {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>", "image_token": "<|image_pad|>"}
 _TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -66,6 +72,10 @@ _STATE = {"linear_num_key_heads": 2, "linear_key_head_dim": 128, "linear_value_h
 _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llava": ({"model_type": "llama"}, _LAYERED | {"model_type": "clip_vision_model", "projection_dim": 64}),
     "internvl": ({"model_type": "qwen3"}, _LAYERED | {"attention_bias": True}),
+    "gemma3": (
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32},
+        _LAYERED | {"model_type": "siglip_vision_model", "vision_use_head": False},
+    ),
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _GRID | {"fullatt_block_indexes": [1]}),
     "qwen3_vl": (
         {"rope_parameters": _INTERLEAVED},
@@ -75,29 +85,39 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def missing(kind: str) -> str:
+    """Return why vLLM does not compute images of a model here; empty: it does."""
+    if kind != "llava" and find_spec("torchvision") is None:
+        return "needs torchvision"
+    return "vLLM attends causally over images on a CPU" if kind == "gemma3" and not on_cuda() else ""
+
+
 def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, image_size: int = 56, **sizes: int) -> Path:
     """Save a float32 model with the tensor names of the hub, and return its folder.
 
     Args:
-        image_size: pixels a side that LLaVA reads, or of a tile of InternVL.
+        image_size: pixels a side that LLaVA and Gemma 3 read, or of a tile of InternVL.
         sizes: of the language model.
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-    template = {"llava": LLAVA_TEMPLATE, "internvl": INTERN_TEMPLATE}.get(kind, QWEN_TEMPLATE)
-    tokenizer = save_tokenizer(folder, template)
+    template = {"llava": LLAVA_TEMPLATE, "internvl": INTERN_TEMPLATE, "gemma3": GEMMA_TEMPLATE}.get(kind, QWEN_TEMPLATE)
+    tokenizer = save_tokenizer(folder, template, merges_lines=kind == "gemma3")
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     text, vision = _SETTINGS[kind]
-    if kind in ("llava", "internvl"):
+    if kind in ("llava", "internvl", "gemma3"):
         vision = vision | {"image_size": image_size}
     image_token = ids["<image>" if kind == "llava" else "<|image_pad|>"]
     named = {"image_token_id": image_token, "video_token_id": ids["<|video_pad|>"]}
     named |= {"vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"]}
+    own = {"llava": {"image_token_index": image_token}, "internvl": {"image_token_id": image_token}}
+    own["gemma3"] = {"image_token_index": image_token, "mm_tokens_per_image": (image_size // 28) ** 2}
+    own["gemma3"] |= {"boi_token_index": ids["<|vision_start|>"], "eoi_token_index": ids["<|vision_end|>"]}
     config = CONFIG_MAPPING[kind](
         text_config=_TEXT | {"vocab_size": len(tokenizer)} | text | sizes,
         vision_config=vision,
-        **({"llava": {"image_token_index": image_token}, "internvl": {"image_token_id": image_token}}.get(kind, named)),
+        **own.get(kind, named),
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -110,32 +130,39 @@ def save_vision_model(folder: Path, kind: str = "llava", *, seed: int = 0, image
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "pad_token_id": ids[SPECIAL[0]]}))
     processor: dict[str, Any]
-    if kind == "llava":
+    if kind in ("llava", "gemma3"):
         rename_tower(folder)
+    if kind == "llava":
         processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": image_size}}
         processor |= {"crop_size": {"height": image_size, "width": image_size}}
     elif kind == "internvl":
         processor = {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": False, "max_patches": 4}
         processor |= {"size": {"height": image_size, "width": image_size}}
+    elif kind == "gemma3":
+        processor = {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": image_size, "width": image_size},
+        }
     else:
         processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
         processor |= {"temporal_patch_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}
     video = {"video_processor_type": f"{'InternVL' if kind == 'internvl' else 'Qwen2VL'}VideoProcessor"}
-    if kind != "llava":
+    if kind not in ("llava", "gemma3"):
         (folder / "video_preprocessor_config.json").write_text(json.dumps(processor | video))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     kinds = {"llava": "LlavaProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "internvl": "InternVLProcessor"}
+    kinds["gemma3"] = "Gemma3Processor"
     settings: dict[str, Any] = {"processor_class": kinds.get(kind, "Qwen3VLProcessor")}
     if kind == "llava":
         settings |= {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    if kind == "internvl":
+    if kind in ("internvl", "gemma3"):
         settings |= {"image_seq_length": (image_size // 28) ** 2}  # of a tile
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
 
 
 def rename_tower(folder: Path) -> None:
-    """Give LLaVA's tower the names of the hub: transformers 5 writes others, which vLLM does not read."""
+    """Give a tower the names of the hub: transformers 5 writes others, which vLLM does not read."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
@@ -145,22 +172,30 @@ def rename_tower(folder: Path) -> None:
     save_file(named, file, {"format": "pt"})
 
 
-def save_tokenizer(folder: Path, template: str) -> Any:
-    """Save a tokenizer of bytes, and return it."""
+def save_tokenizer(folder: Path, template: str, *, merges_lines: bool = False) -> Any:
+    """Save a tokenizer of bytes, and return it.
+
+    Args:
+        merges_lines: up to four line feeds are one token and are not cut off, as in Gemma's.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    if merges_lines:
+        letters = [chr(10), *map(chr, range(32, 287)), *("\n" * n for n in (2, 3, 4))]
+    merges = [("\n" * n, "\n" * m) for n, m in ((1, 1), (2, 2), (2, 1))] if merges_lines else []
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges))
+    if not merges_lines:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=template,
-        extra_special_tokens=dict(zip(_NAMES, SPECIAL[3:7], strict=True)),
+        extra_special_tokens=_MARKS if merges_lines else dict(zip(_NAMES, SPECIAL[3:7], strict=True)),
     )
     fast.save_pretrained(folder)
     return fast

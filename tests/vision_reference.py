@@ -27,7 +27,9 @@ def logits_of(model: Any, processor: Any, rollout: Rollout) -> Tensor:
         pictures = [Image.open(io.BytesIO(image.data)).convert("RGB") for image in rollout.images]
         tiles = {"crop_to_patches": True} if model.config.model_type == "internvl" else {}  # as InternVLProcessor
         inputs = dict(processor(images=pictures, return_tensors="pt", **tiles))
-        inputs.pop("num_patches", None)
+        inputs = {name: value for name, value in inputs.items() if name not in ("num_patches", "num_crops")}
+        if model.config.model_type == "gemma3":
+            inputs["token_type_ids"] = (ids == model.config.image_token_id).int()
         if "image_grid_thw" in inputs:
             inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     logits: Tensor = model(input_ids=ids, **inputs).logits[0, len(rollout.prompt_ids) - 1 : -1]
@@ -90,6 +92,7 @@ def train(
     for name, parameter in model.named_parameters():
         is_frozen = "lora_" not in name if adapted else frozen and any(tower in name for tower in TOWERS)
         parameter.requires_grad_(not is_frozen)
+    model.get_input_embeddings().padding_idx = None  # the token of padding may be a part of a text, too
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

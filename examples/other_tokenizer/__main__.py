@@ -7,8 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -25,8 +24,8 @@ N_LAYERS = "12"
 def run(overrides: Sequence[str]) -> None:
     began, run_dir = time.time(), RUNS / f"{datetime.now():%Y%m%d-%H%M%S}"
     prepare()
-    with peak_memory() as peak_gib, teacher_server(RUNS) as port:
-        processes.train(CONFIG, run_dir, port, overrides)
+    with peak_memory() as peak_gib:
+        processes.train(CONFIG, run_dir, BASE / "whole", overrides)
     found = outcome.read(run_dir, BASE / "heldout.jsonl", time.time() - began, peak_gib[0])
     print(outcome.as_text(found), flush=True)
 
@@ -44,25 +43,13 @@ def prepare() -> None:
         (MODELS / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
 
 
-@contextmanager
-def teacher_server(folder: Path) -> Iterator[int]:
-    """Run the server of SmolLM2, whose log is in `folder`, and yield its port."""
-    folder.mkdir(parents=True, exist_ok=True)
-    server, port = processes.start_teacher(BASE / "whole", folder / str(os.getpid()))
-    try:
-        yield port
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bash examples/other_tokenizer/run.sh",
         description="Distill SmolLM2-135M into 12 of its layers that have another tokenizer, on a CPU.",
         epilog=f"key=value arguments override {CONFIG}, e.g. trainer.total_steps=10",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     args = parser.parse_args()
     return processes.run_parts(lambda: run(args.overrides))
 

@@ -30,7 +30,7 @@ def main() -> int:
         epilog="key=value arguments override configs/quickstart_cpu.yaml (quickstart_one_gpu.yaml where torch sees one "
         "GPU, quickstart_gpu.yaml where it sees several), e.g. trainer.total_steps=20",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the summary to this file")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by all parts, which load small models
@@ -50,15 +50,12 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
 
     config, why = choose_config(torch.cuda.device_count())
     print(f"    {config}: {why}", flush=True)
-    _say(2, "teacher server")
+    _say(2, f"a teacher server, and training: gkd train --config {config}")
     flags = teacher_flags(load_config(config, overrides))
-    _, port = processes.start_teacher(MODELS / "teacher", run_dir, flags)
-    print(f"    ready on 127.0.0.1:{port}, log in {run_dir}.teacher.log", flush=True)
+    overrides = [*overrides, "eval.metric=exact_match"]  # the table has its accuracy
+    processes.train(Path(config), run_dir, MODELS / "teacher", overrides, flags)
 
-    _say(3, f"training: python -m gkd.main_gkd --config {config}")
-    processes.train(Path(config), run_dir, port, [*overrides, "eval.metric=exact_match"])  # the table has its accuracy
-
-    _say(4, "checks: greedy accuracy of the teacher with transformers; 50 responses of the export against the engine")
+    _say(3, "checks: greedy accuracy of the teacher with transformers; 50 responses of the export against the engine")
     from examples.quickstart.addition import read_jsonl
     from examples.quickstart.evaluate import count_equal, greedy_score, load
 
@@ -97,7 +94,7 @@ def teacher_flags(config: Config) -> list[str]:
 
 
 def _say(part: int, text: str) -> None:
-    print(f"\n[{part}/4] {text}", flush=True)
+    print(f"\n[{part}/3] {text}", flush=True)
 
 
 if __name__ == "__main__":

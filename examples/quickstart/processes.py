@@ -8,11 +8,9 @@ daemons, so `process_family` stops them. A child receives SIGTERM when the paren
 from __future__ import annotations
 
 import ctypes
-import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +19,7 @@ from types import FrameType
 import psutil
 
 from gkd.errors import ClusterError, GkdError
+from gkd.start.own_teacher import own_teacher
 
 ON_CPU = ("--device", "cpu", "--dtype", "float32")  # flags of a teacher server
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -109,41 +108,21 @@ def run(command: Sequence[str], what: str) -> None:
         raise ClusterError(f"{what} ended with exit code {code} (see its message above)")
 
 
-def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeout_s: float) -> None:
-    """Wait until the child has written `path`.
+def train(
+    config: Path, run_dir: Path, teacher: Path, overrides: Sequence[str] = (), flags: Sequence[str] = ON_CPU
+) -> None:
+    """Run the trainer with a teacher server until it ends.
+
+    Args:
+        flags: of the server; its log is RUN_DIR.teacher.log.
 
     Raises:
-        ClusterError: the child ended first, or the time limit was reached.
+        GkdError: the server does not start, or the trainer failed.
     """
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        if process.poll() is not None:
-            raise ClusterError(f"{what} ended with exit code {process.returncode} before it was ready")
-        if time.monotonic() > deadline:
-            raise ClusterError(f"{what} was not ready within {timeout_s:g} s")
-        time.sleep(0.1)
-
-
-def start_teacher(model: Path, name: Path, flags: Sequence[str] = ON_CPU) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a teacher server, and wait until it is ready. NAME.teacher.log is its log.
-
-    Returns: the process, its port.
-    Raises:
-        ClusterError: it does not start.
-    """
-    ready, log = Path(f"{name}.teacher.json"), Path(f"{name}.teacher.log")
-    ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "teacher_server", "--model", str(model), "--port", "0", *flags]
-    server = start([*command, "--ready-file", str(ready)], log=log)
-    wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
-    return server, json.loads(ready.read_text())["port"]
-
-
-def train(config: Path, run_dir: Path, port: int, overrides: Sequence[str] = ()) -> None:
-    """Run the trainer until it ends. Raises ClusterError: it failed."""
-    command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *overrides]
-    # What the examples rely on comes last, so no override changes it.
-    run([*command, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"], "training")
+    with own_teacher(str(teacher), flags, Path(f"{run_dir}.teacher.log")) as port:
+        command = [sys.executable, "-m", "gkd.cli", "train", "--config", str(config), *overrides]
+        # What the examples rely on comes last, so no override changes it.
+        run([*command, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"], "training")
 
 
 def _as_interrupt(signum: int, frame: FrameType | None) -> None:

@@ -43,7 +43,7 @@ def main() -> int:
         "--teacher", choices=("smollm2",), help="of --task examples, with another tokenizer; otherwise Gemma itself"
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the figures to this JSON file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     args = parser.parse_intermixed_args()
     if args.teacher and args.task != "examples":
         parser.error("--teacher belongs to --task examples")
@@ -57,7 +57,7 @@ def _run(task: str, other: str | None, overrides: list[str], results: Path | Non
     run_dir = RUNS / f"{task}-{datetime.now():%Y%m%d-%H%M%S}"
     RUNS.mkdir(parents=True, exist_ok=True)
 
-    print("\n[1/4] the model and the prompts (made once)", flush=True)
+    print("\n[1/3] the model and the prompts (made once)", flush=True)
     student = "gemma3" if task == "examples" else "smollm2"
     teacher, models = MODELS / (other or student) / "whole", MODELS / student
     layers = ["--layers", str(N_LAYERS)] if task == "shrink" else []
@@ -68,16 +68,13 @@ def _run(task: str, other: str | None, overrides: list[str], results: Path | Non
     if other:  # the lists of its tokens say nothing of the student's tokens, but of the bytes of the text
         overrides = [f"teacher.tokenizer={teacher}", "distill.units=text", *overrides]
 
-    print("\n[2/4] teacher server", flush=True)
-    _, port = processes.start_teacher(teacher, run_dir)
-
     config = HERE / f"{task}.yaml"
-    print(f"\n[3/4] training: python -m gkd.main_gkd --config {config}", flush=True)
+    print(f"\n[2/3] a teacher server, and training: gkd train --config {config}", flush=True)
     with peak_memory() as peak_gib:
-        processes.train(config, run_dir, port, overrides)
+        processes.train(config, run_dir, teacher, overrides)
     processes.run([python, "-m", "gkd.tools.report", str(run_dir)], "the report")
 
-    print("\n[4/4] held-out prompts before and after\n", flush=True)
+    print("\n[3/3] held-out prompts before and after\n", flush=True)
     found = outcome.read(run_dir, models / "heldout.jsonl", time.time() - began, peak_gib[0])
     print(outcome.as_text(found), flush=True)
     (run_dir / "outcome.json").write_text(json.dumps(found, indent=1) + "\n")

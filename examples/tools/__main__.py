@@ -29,7 +29,7 @@ def main() -> int:
         epilog=f"key=value arguments override {CONFIG}, e.g. trainer.total_steps=20",
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the figures to this JSON file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     args = parser.parse_intermixed_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by all parts, which load small models
     return processes.run_parts(lambda: _run(args.overrides, args.results))
@@ -41,19 +41,16 @@ def _run(overrides: list[str], results: Path | None) -> None:
     RUNS.mkdir(parents=True, exist_ok=True)
 
     print(
-        "\n[1/4] two small models: a teacher that uses the calculator, a student that fails to (made once)", flush=True
+        "\n[1/3] two small models: a teacher that uses the calculator, a student that fails to (made once)", flush=True
     )
     processes.run([python, "-m", "examples.tools.make_models", "--out", str(MODELS)], "making the models")
 
-    print("\n[2/4] teacher server", flush=True)
-    _, port = processes.start_teacher(MODELS / "teacher", run_dir)
-
-    print(f"\n[3/4] training: python -m gkd.main_gkd --config {CONFIG}", flush=True)
+    print(f"\n[2/3] a teacher server, and training: gkd train --config {CONFIG}", flush=True)
     trained_s = time.time()
-    processes.train(CONFIG, run_dir, port, overrides)
+    processes.train(CONFIG, run_dir, MODELS / "teacher", overrides)
     trained_s = time.time() - trained_s
 
-    print("\n[4/4] the trained student with a calculator that computes something else", flush=True)
+    print("\n[3/3] the trained student with a calculator that computes something else", flush=True)
     found = _figures(run_dir) | {"training_s": trained_s, "wall_s": time.time() - began}
     for each in found["trajectories"]:
         print("\n".join(f"    {message['role']:<10} {message['content']}" for message in each) + "\n")

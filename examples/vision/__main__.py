@@ -26,7 +26,7 @@ def main() -> int:
         description="The language model of a small student learns to read images; takes two minutes on two cores.",
         epilog=f"key=value arguments override {CONFIG}, e.g. trainer.total_steps=20",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for gkd train")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by all parts, which load small models
     return processes.run_parts(lambda: _run(args.overrides))
@@ -37,17 +37,14 @@ def _run(overrides: Sequence[str]) -> None:
     run_dir = RUNS / f"{datetime.now():%Y%m%d-%H%M%S}"
     RUNS.mkdir(parents=True, exist_ok=True)
 
-    print("\n[1/4] two small models: a teacher that answers, a student that cannot yet (made once)", flush=True)
+    print("\n[1/3] two small models: a teacher that answers, a student that cannot yet (made once)", flush=True)
     processes.run([sys.executable, "-m", "examples.vision.make_models", "--out", str(MODELS)], "making the models")
 
-    print("\n[2/4] teacher server", flush=True)
-    _, port = processes.start_teacher(MODELS / "teacher", run_dir, [*processes.ON_CPU, "--images"])
-
-    print(f"\n[3/4] training: python -m gkd.main_gkd --config {CONFIG}", flush=True)
-    processes.train(CONFIG, run_dir, port, overrides)
+    print(f"\n[2/3] a teacher server, and training: gkd train --config {CONFIG}", flush=True)
+    processes.train(CONFIG, run_dir, MODELS / "teacher", overrides, [*processes.ON_CPU, "--images"])
     processes.run([sys.executable, "-m", "gkd.tools.report", str(run_dir)], "the report")
 
-    print("\n[4/4] check: responses of the export with transformers against those of the engine", flush=True)
+    print("\n[3/3] check: responses of the export with transformers against those of the engine", flush=True)
     teacher = json.loads((MODELS / "models.json").read_text())
     found = summary.summarize(run_dir, teacher["accuracy"], _equal_responses(run_dir), time.time() - began)
     (run_dir / "summary.json").write_text(json.dumps(found, indent=1) + "\n")

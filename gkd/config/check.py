@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from gkd.config.check_losses import (
     check_backend,
@@ -17,13 +18,20 @@ from gkd.config.check_losses import (
     check_token_weights,
     check_tokenizer,
 )
-from gkd.config.check_values import check_value, check_values, template_parts
+from gkd.config.check_values import (
+    Mistakes,
+    check_value,
+    check_values,
+    declared_key,
+    named_keys,
+    template_parts,
+)
 from gkd.config.declare import function_name, is_path
 from gkd.config.schema import ENGINE_RANKS, Config, Derived, Route
 from gkd.config.schema_actor import AUTO
 from gkd.config.schema_actor import BACKENDS as STUDENT_BACKENDS
-from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES
-from gkd.config.schema_teacher import ACTOR, MAX_NAME_LENGTH
+from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES, all_keys
+from gkd.config.schema_teacher import ACTOR, MAX_NAME_LENGTH, DistillConfig
 from gkd.errors import ConfigError
 
 # Check the sizes of pools, nodes and batches, and what shares GPUs.
@@ -450,6 +458,7 @@ _CHECKS = (
     check_environment,
     check_images,
 )
+_ROUNDS = 20  # in which defaults replace what is wrong
 
 
 def check_config(config: Config) -> Derived:
@@ -463,3 +472,22 @@ def check_config(config: Config) -> Derived:
     for check in _CHECKS:
         check(config)
     return derived
+
+
+def usable(config: Config, mistakes: Mistakes) -> Config:
+    """Add the mistakes of the settings, and return settings with which other checks can go on.
+
+    A wrong key gets its default, and if it still contradicts others, those that its error names.
+    """
+    replaced: set[str] = set()
+    for _ in range(_ROUNDS):
+        try:
+            check_config(config)
+            return config
+        except ConfigError as error:
+            mistakes.add(error)
+            names = {declared_key(each.key) for each in error.parts()} - {""}
+            names = named_keys(str(error)) if names <= replaced else names
+            replaced |= names
+            config = config.with_values({name: all_keys()[name].default for name in names})
+    return replace(config, distill=DistillConfig())

@@ -6,14 +6,85 @@ import math
 import re
 import string
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections, all_keys
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.config.schema_trainer import TRACKER_NAMES
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, GkdError
+from gkd.log import get_logger
+from gkd.spans import driver
+from teacher_server.vision.images import ImageError
 
+log = get_logger("check")
+
+_NAMED = re.compile(r"[a-z_]+(?:\.\w+)+")  # keys in a message
+_SETTING = re.compile(r".*?([\w.]+) = ([^\s,]+): (.+)", re.DOTALL)  # a message that begins with a setting
 _MOST_PROFILED = 100  # steps of one range; each writes megabytes per rank
+
+
+class Mistakes:
+    """Collect the mistakes that independent checks find.
+
+    A mistake that names the key of an earlier one is left out, because it may follow from that one: checks go on with
+    the default of a key that is misspelled, or without a model.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []  # each names one mistake
+        self._raised: list[Exception] = []
+        self.keys: set[str] = set()  # keys that are wrong, or not checked because of other mistakes
+
+    def add(self, error: ConfigError, raised: Exception | None = None) -> None:
+        """Add the mistakes that an error names. `raised` stands for it in `raise_all`."""
+        new = [each for each in error.parts() if not {each.key, *named_keys(str(each))} & self.keys]
+        self.found += new
+        self._raised += [raised or error] * bool(new)
+        for each in new:
+            self.keys |= {each.key, declared_key(each.key)} - {""}
+            if not declared_key(each.key):  # there is no such key: the fix names the one that was meant
+                self.keys |= named_keys(each.fix)
+
+    @contextmanager
+    def step(self, key: str, value: object = "") -> Iterator[None]:
+        """Add the error of the block; key and value are those of an error that names none."""
+        try:
+            with driver.doing(key):
+                yield
+        except ConfigError as error:
+            self.add(error)
+        except (GkdError, ImageError, PermissionError) as error:
+            problem, _, fix = str(error).partition(" Fix: ")
+            if named := _SETTING.match(problem):
+                key, value, problem = named[1], int(named[2]) if named[2].isdecimal() else named[2], named[3]
+            if isinstance(error, PermissionError):
+                fix = "permit this user to use it and the folders above it."
+            self.add(ConfigError(key, value, f"{problem.rstrip('.')}.", fix), error)
+        except Exception as error:
+            if not self.found:
+                raise
+            log.warning("%s is not checked further until the other mistakes are corrected (%r)", key, error)
+
+    def raise_all(self) -> None:
+        """Raise the only error as it is, or one ConfigError for several; nothing without one."""
+        if len(self._raised) == 1:
+            raise self._raised[0]
+        if self.found:
+            raise ConfigError.together(self.found)
+
+
+def named_keys(text: str) -> set[str]:
+    """Return the keys that a message names."""
+    return {key for name in _NAMED.findall(text) if (key := declared_key(name))}
+
+
+def declared_key(name: str) -> str:
+    """Return the key that a name of an error belongs to, as distill.losses of distill.losses[0].name; empty if none."""
+    name = name.partition("[")[0]
+    while name and name not in all_keys():
+        name = name.rpartition(".")[0]
+    return name
 
 
 def check_values(config: Sections) -> None:

@@ -66,9 +66,27 @@ def load_config(path: str | Path | Sequence[str | Path] | None, overrides: Seque
         ConfigError: a file is not readable; or it names every unknown key (with what to write instead), every wrong
             type and malformed override, and then also every value outside its limits.
     """
+    config, errors = read_config(path, overrides)
+    if errors or config is None:
+        wrong = {error.key for error in errors}
+        limits = [] if config is None else [error for error in value_errors(config) if error.key not in wrong]
+        raise ConfigError.together([*errors, *limits])
+    return config
+
+
+def read_config(
+    path: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()
+) -> tuple[Config | None, list[ConfigError]]:
+    """Return the settings as `load_config` does, without what is wrong, and its errors without those of limits.
+
+    The settings are None if a file is not readable, or an interpolation cannot be resolved: then most are unknown.
+    """
     errors: list[ConfigError] = []
     paths = [path] if isinstance(path, str | Path) else path or ()
-    sources = [_as_lists(_read_yaml(each)) for each in paths]
+    try:
+        sources = [_as_lists(_read_yaml(each)) for each in paths]
+    except ConfigError as error:
+        return None, [error]
     for override in overrides:
         try:
             sources.append(_as_lists(_read_override(override)))
@@ -81,27 +99,25 @@ def load_config(path: str | Path | Sequence[str | Path] | None, overrides: Seque
     except OmegaConfBaseException as error:
         key, problem = str(error.full_key or "config"), "its interpolation ${...} cannot be resolved."
         fix = r"name an existing key, or write the value; \${ stands for the characters ${."
-        raise ConfigError.together([*errors, ConfigError(key, "${...}", problem, fix)]) from error
+        return None, [*errors, ConfigError(key, "${...}", problem, fix)]
     assert isinstance(config, Config)
-    if errors:
-        wrong = {error.key for error in errors}
-        raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
-    named = {name: _expanded(name, config.value(name)) for name, each in all_keys().items() if each.key.is_file}
+    named = {name: _expanded(name, config.value(name), errors) for name, each in all_keys().items() if each.key.is_file}
     routes = dict(config.teacher.routes)
     for name, route in routes.items():
         own = {key: value for key, value in vars(route).items() if value and f"teacher.{key}" in named}
-        own = {key: _expanded(f"teacher.routes.{name}.{key}", value) for key, value in own.items()}
+        own = {key: _expanded(f"teacher.routes.{name}.{key}", value, errors) for key, value in own.items()}
         routes[name] = dataclasses.replace(route, **own)
-    return config.with_values({**named, "teacher.routes": routes})
+    return config.with_values({**named, "teacher.routes": routes}), errors
 
 
-def _expanded(key: str, value: Any) -> Any:
-    """Return paths with the user's home in place of ~, and variables; no shell replaces them in a file."""
+def _expanded(key: str, value: Any, errors: list[ConfigError]) -> Any:
+    """Return paths with the user's home in place of ~, and variables; add an error for one that is not set."""
     if isinstance(value, list):
-        return [_expanded(key, each) for each in value]
+        return [_expanded(key, each, errors) for each in value]
     path = os.path.expandvars(os.path.expanduser(value))
     if unset := re.search(r"\$[A-Za-z_]\w*", path):
-        raise ConfigError(key, value, f"{unset[0]} is no variable of the environment.", "set it, or write the path.")
+        fix = "set it, or write the path."
+        errors.append(ConfigError(key, value, f"{unset[0]} is no variable of the environment.", fix))
     return path
 
 

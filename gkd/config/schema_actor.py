@@ -173,8 +173,8 @@ class ActorConfig:
     )
     fused_lm_head: bool | None = key(
         None,
-        "Compute LM head and loss together in chunks of rows, so that the full logits never exist. false: all logits "
-        "at once, for models that change them after the LM head. auto = unless the model does.",
+        "Compute LM head and loss in chunks of rows, so that the full logits never exist. false: all logits at once, "
+        "for models that do more with them than scale, bias and soft cap. auto = unless the model does.",
         resume=True,
     )
     optim: OptimConfig = field(default_factory=OptimConfig)

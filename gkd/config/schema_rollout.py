@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gkd.config.declare import key
 
 LEAST_SEQUENCES = 128  # used where rollout.max_num_seqs is 0
+MOST_MASKED = 2048  # ids that a rollout engine on GPUs never samples; vLLM's own limit is below gpt-oss' 1,069
 CPU_KV_CACHE_MIB = 256  # used on the CPU where rollout.kv_cache_mib is 0
 
 

@@ -1,7 +1,7 @@
 """Declare every setting of a run, one dataclass per section; list the keys, read and replace their values.
 
 `gkd.config.load` reads them from YAML and `key=value` overrides, `gkd.config.check` checks them. Help, limits and the
-rule for a resumed run stand at each field; `python -m gkd.main_gkd --help` and docs/configuration.md print them.
+rule for a resumed run stand at each field; `gkd train --help` and docs/configuration.md print them.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class RouteConfig:
 class TeacherConfig:
     backend: str = key(
         "zmq",
-        "zmq: a server, `python -m teacher_server`. http: vLLM or SGLang (docs/http_teacher.md). local: a model on the "
+        "zmq: a server, `gkd teacher`. http: vLLM or SGLang (docs/http_teacher.md). local: a model on the "
         "actor's ranks (docs/memory.md). rollout: the student, with another prompt (docs/losses.md). The last two need "
         "trainer.scheduler=sync and no keys of a server.",
         choices=tuple(BACKENDS),
@@ -114,8 +114,7 @@ class TeacherConfig:
     )
     keys: str = file_key(
         "",
-        "Folder with server.key and client.key_secret, made by `python -m teacher_server keygen`; empty = no "
-        "encryption.",
+        "Folder with server.key and client.key_secret, made by `gkd teacher keygen`; empty = no encryption.",
         resume=True,
     )
     url: list[str] = key(

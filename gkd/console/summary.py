@@ -21,6 +21,7 @@ from gkd.console.numbers import count, seconds
 from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
 from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, EXPORT
+from teacher_server.config.command import gkd_words
 
 # Steps that `gkd split` leaves out at the start of a run (loading, compiling, first caches), and needs after them.
 WARM_UP = 2
@@ -53,7 +54,7 @@ def resume_command(arguments: Sequence[str]) -> str:
     """
     kept = [word for word in arguments if not word.startswith("trainer.resume=")]
     typed = os.environ.get(COMMAND_ENV)
-    command = shlex.split(typed) if typed else [sys.executable, "-m", "gkd.main_gkd"]
+    command = shlex.split(typed) if typed else [*gkd_words(), "train"]
     return shlex.join([*command, *kept, "trainer.resume=auto"])
 
 
@@ -154,14 +155,14 @@ class Closing:
 
     def _next_commands(self) -> list[str]:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
-        run, python = shlex.quote(str(self._root)), shlex.quote(sys.executable)
-        commands = [serve_command(self._root / EXPORT), f"{python} -m gkd.tools.report {run}"]
+        run, gkd = shlex.quote(str(self._root)), shlex.join(gkd_words())
+        commands = [serve_command(self._root / EXPORT), f"{gkd} report {run}"]
         best = CheckpointStore(self._root / CHECKPOINTS).best()
         if best is not None and self.state is not None and best.step < self.state.step:
-            commands.append(f"{python} -m gkd.tools.export {run} --best --out {run}/export_of_step_{best.step}")
+            commands.append(f"{gkd} export {run} --best --out {run}/export_of_step_{best.step}")
         if self._config.trainer.colocate or self._config.derived.teacher_pool:
-            return [*commands, f"{python} -m gkd.tools.memory --config {run}/config.yaml"]
-        return [*commands, f"{python} -m gkd.tools.split {run}"] if self._has_split() else commands
+            return [*commands, f"{gkd} memory --config {run}/config.yaml"]
+        return [*commands, f"{gkd} split {run}"] if self._has_split() else commands
 
     def _has_split(self) -> bool:
         """Return whether the run has what `gkd split` measures; on the CPU there is no GPU to split."""

@@ -35,8 +35,7 @@ class ImageReader:
     """
 
     def __init__(self, processor: ImageProcessor, key: str, folder: Path) -> None:
-        self.key, self._processor = key, processor
-        self.token_id = processor.token_id
+        self.key, self.processor = key, processor
         self.n_read = 0
         self._setting = "data.images_key", key
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, prompts read it as long as the run lasts
@@ -97,7 +96,7 @@ class ImageReader:
     def expand(self, ids: Sequence[int], images: Sequence[EncodedImage], where: str) -> list[int]:
         """Return the tokens of a prompt with those of its images. Raises ConfigError: see `ImageProcessor.expand`."""
         try:
-            return self._processor.expand(ids, images)
+            return self.processor.expand(ids, images)
         except ImageError as error:
             raise ConfigError(*self._setting, f"{where}: {error}.", "correct or remove the row.") from error
 

@@ -212,7 +212,7 @@ class RowReader:
             config.chat_template_kwargs,
             config.system_prompt,
             offered,
-            None if images is None else images.token_id,
+            None if images is None else images.processor,
         )
         self._dialogues = DialogueReader(config, tokenizer, response_ends or (), self._renderer)
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None

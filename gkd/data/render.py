@@ -16,11 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, in_parts, opened_thought
 from gkd.data.conversation import BORDER, IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from teacher_server.vision.processor import ImageProcessor
 
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
@@ -66,8 +69,8 @@ class PromptRenderer:
         variables: data.chat_template_kwargs.
         system_prompt: data.system_prompt.
         tools: key that the tools come from, and its value; None: no prompt offers tools.
-        image_token: placeholder of the images that prompts may have; the tokens are then those of the model's
-            processor, which puts the beginning in front of what a template writes.
+        images: of the model, if prompts may have some; the tokens are then those of its processor, which puts the
+            beginning in front of what a template writes.
 
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
@@ -80,9 +83,13 @@ class PromptRenderer:
         variables: dict[str, Any],
         system_prompt: str = "",
         tools: Setting | None = None,
-        image_token: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        self._image_token = image_token
+        self._image_token: int | None = None
+        self._written = "", ""
+        if images is not None:
+            self._image_token = images.token_id
+            self._written = images.written
         self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
@@ -316,7 +323,7 @@ class PromptRenderer:
         Args:
             begins: the text has whatever tokens stand in front of it.
         """
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = list(self._tokenizer(text.replace(*self._written), add_special_tokens=False)["input_ids"])
         if not ids:
             raise ConfigError(*setting, f"the prompt of {where} has no tokens.", "remove the row.")
         return ids if begins or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]

@@ -24,7 +24,7 @@ MODELS = ("model.path", "teacher.path", "reference.path")
 FILES = ("data.train_files", "data.val_files")
 
 
-def pinned_names(config: Config) -> dict[str, Any]:
+def pinned_names(config: Config, keys: Iterable[str] = (*MODELS, *FILES)) -> dict[str, Any]:
     """Return the keys with names of the hub, and their values with commits in place of branches and tags; log both.
 
     Raises ConfigError: see `HubName.pinned`.
@@ -34,7 +34,7 @@ def pinned_names(config: Config) -> dict[str, Any]:
         name = hub.find(text, log.info)
         return text if name is None else str(name.pinned())
 
-    found = _replaced(config, (*MODELS, *FILES), pinned)
+    found = _replaced(config, keys, pinned)
     for key, value in found.items():
         log.info("%s is %s on the Hugging Face hub", key, value)
     return found

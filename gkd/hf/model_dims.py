@@ -63,7 +63,8 @@ class ModelDims:
     qkv_bias: bool
     post_norm: bool = False  # see `Family`
     scales_queries: bool = False  # see `Family`
-    sliding_window: int | None = None  # tokens that a token of a mistral attends to, itself included; None means all
+    is_gemma: bool = False  # see `Family`
+    sliding_window: int | None = None  # tokens that a token attends to, itself included, in layers with a window
     moe: MoeDims | None = None  # None: a dense model
 
     @property
@@ -105,18 +106,14 @@ class ModelDims:
         """Columns of the key projection; the value projection has as many."""
         return self.n_kv_heads * self.head_dim
 
+    @property
+    def has_outer_norms(self) -> bool:
+        """Return whether norms follow attention and MLP."""
+        return self.post_norm or self.is_gemma
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether layer `layer`, counted from 0 over the whole model, routes tokens to experts."""
         return self.moe is not None and self.moe.layers[layer]
-
-    def check_sequence_length(self, longest: int) -> None:
-        """Raise ModelError if a sequence of `longest` tokens needs attention through a sliding window."""
-        if self.sliding_window is not None and longest > self.sliding_window:
-            raise ModelError(
-                f"sliding_window = {self.sliding_window} in config.json, and a sequence may have {longest} tokens: "
-                "actor.strategy=megatron has full attention only.",
-                "shorten data.max_prompt_length or data.max_response_length, or use actor.strategy=fsdp2.",
-            )
 
     def embedding_params(self, tp: int = 1) -> int:
         """Parameters of the embedding, or of the LM head, on one of `tp` ranks, padding included."""
@@ -127,7 +124,7 @@ class ModelDims:
         h, d = self.hidden_size, self.head_dim
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
-        n = n // tp + 2 * h + (2 * d if self.qk_norm else 0)
+        n = n // tp + (4 if self.is_gemma else 2) * h + (2 * d if self.qk_norm else 0)
         n += (self.q_columns + self.kv_columns) // tp if self.post_norm else 0
         if self.moe is not None and self.is_moe_layer(layer):
             router = self.n_experts * h + (h if self.moe.shared_gate else 0)
@@ -190,6 +187,7 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
         qkv_bias=_has(config, family, family.qkv_bias),
         post_norm=family.post_norm,
         scales_queries=family.scales_queries,
+        is_gemma=family.is_gemma,
         moe=_moe(config, kind, n_layers),
         sliding_window=None if family.default_window is None else window or None,
         **sizes,
@@ -297,8 +295,10 @@ def check_actor_split(
     dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool, layers: str = "auto"
 ) -> None:
     """Raise ConfigError naming the parallel size that does not divide the model, or layers that do not fit it."""
-    if layers == "te" and dims.post_norm:
-        problem = f"a {dims.model_type} model has norms after attention and MLP, Transformer Engine's layers before."
+    if layers == "te" and dims.has_outer_norms:
+        problem = (
+            f"a {dims.model_type} model has norms after attention and MLP, which Transformer Engine's layers lack."
+        )
         raise ConfigError("actor.layers", "te", problem, "use auto.")
     if ep > 1 and not dims.n_experts:
         raise ConfigError("actor.ep", ep, f"the model ({dims.model_type}) has no experts.", "Use 1.")
@@ -352,7 +352,6 @@ def check_engine_split(
             raise ConfigError("rollout.tp", tp, problem, "lower it.")
 
 
-MEGATRON_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.in_megatron)
 _OTHER_BACKEND = "set actor.strategy=fsdp2, which takes any causal language model."
 
 
@@ -370,22 +369,25 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         ModelError: the architecture or a feature is not supported; names it.
     """
     model_type, strategy = config_json.get("model_type", ""), "actor.strategy=megatron"
-    if model_type not in MEGATRON_ARCHITECTURES:
+    if model_type not in FAMILIES:
         raise ModelError(
-            f"{where}: model_type {model_type!r} is not supported by {strategy}; supported are "
-            f"{', '.join(MEGATRON_ARCHITECTURES)}.",
+            f"{where}: model_type {model_type!r} is not supported by {strategy}; supported are {', '.join(FAMILIES)}.",
             "set actor.strategy=fsdp2 and, if you trust the code in the folder, model.trust_remote_code=true."
             if "auto_map" in config_json
             else _OTHER_BACKEND,
         )
-    supported = {
+    supported: dict[str, Any] = {
         "use_sliding_window": False,
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "hidden_act": "silu",
+        "router_jitter_noise": 0.0,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     }
     family = FAMILIES[model_type]
+    supported |= {"hidden_activation": "gelu_pytorch_tanh"} if family.is_gemma else {"hidden_act": "silu"}
     if family.qkv_bias == "attention_bias":
         del supported["attention_bias"]
     for key, value in supported.items():
@@ -393,13 +395,15 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
         if (found or value) != value:
             problem = f"{where}: {key} = {found!r} is not supported by {strategy}, only {value!r}."
             raise ModelError(problem, _OTHER_BACKEND)
-    if any(kind != "full_attention" for kind in config_json.get("layer_types") or ()):
-        problem = f"{where}: layer_types has others than full_attention, the only one that {strategy} computes."
+    kinds = ("full_attention", *(("sliding_attention",) if family.is_gemma else ()))
+    if any(kind not in kinds for kind in config_json.get("layer_types") or ()):
+        problem = f"{where}: layer_types has others than {' and '.join(kinds)}, which {strategy} computes."
         raise ModelError(problem, _OTHER_BACKEND)
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
-    rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
-    is_partial = rotated not in (None, 1.0) and not family.is_partly_rotated
-    if not _computes_rope(family, rope) or is_partial:
+    ropes = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]  # one for each type of layer
+    rotated = {each.get("partial_rotary_factor", config_json.get("partial_rotary_factor")) for each in ropes}
+    is_partial = not rotated <= {None, 1.0} and not family.is_partly_rotated
+    if not all(_computes_rope(family, each) for each in ropes) or is_partial:
         raise ModelError(
             f"{where}: rope_parameters {rope!r} is not supported by {strategy}; "
             f"supported rope_type: {', '.join(ROPE_TYPES)}, without partial rotation"
@@ -433,5 +437,7 @@ def _check_router(config_json: Mapping[str, Any], where: str) -> None:
         raise ModelError(
             f"{where}: norm_topk_prob = True with num_experts_per_tok = 1 weights every expert with 1, so its router "
             "cannot learn.",
-            "set norm_topk_prob to false in config.json.",
+            "choose another model."
+            if FAMILIES[config_json["model_type"]].normalizes_experts
+            else "set norm_topk_prob to false in config.json.",
         )

@@ -158,7 +158,8 @@ def checked_folder(key: str, path: str) -> Iterator[None]:
 def check_engines(config: Config, device: str) -> None:
     """Raise ConfigError if vLLM, which generates the rollouts, cannot compute the student on `device`: cpu or cuda."""
     try:
-        check_vllm_support(Path(config.model.path), on_cpu=device == "cpu", dtype=config.model.dtype)
+        images = bool(config.data.images_key)
+        check_vllm_support(Path(config.model.path), on_cpu=device == "cpu", dtype=config.model.dtype, images=images)
     except files.FolderError as error:
         raise config.error("model.path", error.problem, error.fix) from error
     if (longest := longest_agreeing(Path(config.model.path))) < config.derived.max_sequence_length:

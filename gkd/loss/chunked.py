@@ -47,6 +47,9 @@ class HeadLoss(torch.autograd.Function):
         loss: ChunkLoss,
         reduce_hidden_grad: bool,
         head_grad_sum: Tensor | None,
+        bias: Tensor | None,
+        cap: float | None,
+        scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden_grad, needs_head_grad = ctx.needs_input_grad[:2]
         targets = targets.on(hidden.device)
@@ -60,11 +63,30 @@ class HeadLoss(torch.autograd.Function):
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
         step = loss.rows_per_chunk(len(head), hidden.element_size())  # counts the padded size: equal on all ranks
         chunks = loss.chunks(targets, len(hidden), step)
+        bias_grad = None
+        if bias is not None and ctx.needs_input_grad[6]:
+            bias_grad = torch.zeros_like(bias, dtype=statistics_dtype(bias))
+        with_grad = any(grad is not None for grad in (hidden_grad, head_grad, bias_grad))
+        tanh: Tensor | None = None  # of the chunk's logits, with a soft cap
         buffer = logits_buffer(hidden, max((rows.stop - first for first, rows in chunks), default=0), v_valid)
         for first, rows in chunks:
             needed = slice(first, rows.stop)
             logits = torch.mm(hidden[needed], valid_head.T, out=buffer[: rows.stop - first])
-            sums += loss.chunk(logits, targets, rows, with_grad=hidden_grad is not None or head_grad is not None)
+            if bias is not None:
+                logits.add_(bias[:v_valid])
+            if cap is not None:
+                logits.div_(cap).tanh_()
+                tanh = logits.clone() if with_grad else None
+                logits.mul_(cap)
+            if scales is not None:
+                logits.mul_(scales[needed])
+            sums += loss.chunk(logits, targets, rows, with_grad=with_grad)
+            if scales is not None:  # `logits` may be a gradient now
+                logits.mul_(scales[needed])
+            if tanh is not None:
+                torch.ops.aten.tanh_backward.grad_input(logits, tanh, grad_input=logits)
+            if bias_grad is not None:
+                bias_grad[:v_valid] += logits.sum(0, dtype=bias_grad.dtype)
             if hidden_grad is not None:
                 n_before = rows.start - first  # rows of the chunk before, which have a gradient already
                 torch.mm(logits[n_before:], valid_head, out=hidden_grad[rows])
@@ -74,7 +96,8 @@ class HeadLoss(torch.autograd.Function):
         if hidden_grad is not None and reduce_hidden_grad and loss.shard.group is not None:
             dist.all_reduce(hidden_grad, group=loss.shard.group)
         own_head_grad = None if head_grad is None or head_grad is head_grad_sum else head_grad.to(head.dtype)
-        ctx.save_for_backward(hidden_grad, own_head_grad)
+        own_bias_grad = None if bias is None or bias_grad is None else bias_grad.to(bias.dtype)
+        ctx.save_for_backward(hidden_grad, own_head_grad, own_bias_grad)
         ctx.unset_like = head.detach() if needs_head_grad and own_head_grad is None else None
         ctx.mark_non_differentiable(sums)
         return sums[0].to(statistics_dtype(hidden), copy=True), sums
@@ -83,10 +106,15 @@ class HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         # In place. Autograd detects a second backward pass, which would use scaled gradients, and raises.
-        hidden_grad, head_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
+        hidden_grad, head_grad, bias_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
         if ctx.unset_like is not None:
             head_grad = torch.empty_like(ctx.unset_like)
-        return hidden_grad, head_grad, None, None, None, None
+        return hidden_grad, head_grad, None, None, None, None, bias_grad, None, None
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / cap), as in Gemma 2; None: the logits."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def logits_buffer(hidden: Tensor, n_rows: int, n_columns: int) -> Tensor:

@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
 from gkd.data.columns import ALL_COLUMNS, Columns
 from gkd.errors import DataError
 from gkd.loss.choices import listed_choices
-from gkd.loss.chunked import HeadLoss, LogitsLoss
+from gkd.loss.chunked import HeadLoss, LogitsLoss, capped
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
 from gkd.loss.text_tables import TeacherList, UnitTables
@@ -128,6 +129,8 @@ class DistillLoss:
         *,
         reduce_hidden_grad: bool = True,
         head_grad_sum: Tensor | None = None,
+        bias: Tensor | None = None,
+        cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss of all rows from hidden states. Collective over the shard's group.
 
@@ -136,6 +139,8 @@ class DistillLoss:
             head: [V_local, H] this rank's rows of the student's LM head.
             reduce_hidden_grad: sum the gradient of `hidden` over the group. False: return this rank's part only, if
                 the caller sums it (sequence parallel: the backward pass of the gather is a reduce-scatter).
+            bias: [V_local], added to the logits.
+            cap: the logits are cap * tanh((hidden @ head.T + bias) / cap), as in Gemma 2; None: without tanh.
             head_grad_sum: [V_local, H] float32: the forward pass adds the gradient of `head` to it, so the backward
                 pass must start with a gradient of 1. If `head` requires a gradient, it gets one of undefined values.
 
@@ -146,11 +151,16 @@ class DistillLoss:
             NumericsError, DataError: see `check`.
         """
         self.check(targets)
-        targets = self._weighed(targets, lambda first: first.from_hidden(hidden, head, targets))
-        hidden = self._at_temperatures(hidden, targets)
+        targets = self._weighed(targets, lambda first: first.from_hidden(hidden, head, targets, bias=bias, cap=cap))
+        scales = None
+        if cap is None and bias is None:
+            hidden = self._at_temperatures(hidden, targets)
+        else:
+            scales = self._scales(hidden, targets)
         if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores no_grad
             hidden, head, head_grad_sum = hidden.detach(), head.detach(), None
-        loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad, head_grad_sum)
+            bias = None if bias is None else bias.detach()
+        loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad, head_grad_sum, bias, cap, scales)
         return loss, sums
 
     def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
@@ -297,11 +307,15 @@ class DistillLoss:
 
     def _at_temperatures(self, rows: Tensor, targets: TokenTargets) -> Tensor:
         """Return [N, ...] hidden states or logits, scaled to be divided by `spec.temperature`, not the route's."""
+        scales = self._scales(rows, targets)
+        return rows if scales is None else (rows * scales).to(rows.dtype)
+
+    def _scales(self, rows: Tensor, targets: TokenTargets) -> Tensor | None:
+        """Return [N, 1], the common temperature divided by each route's; None: they are equal."""
         if not self.spec.has_temperatures or targets.routes is None:
-            return rows
+            return None
         own = torch.tensor(self.spec.temperatures, dtype=statistics_dtype(rows), device=rows.device)
-        scales = (self.spec.temperature / own)[targets.routes.to(rows.device)]
-        return (rows * scales[:, None]).to(rows.dtype)
+        return (self.spec.temperature / own)[targets.routes.to(rows.device)][:, None]
 
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
         """Return the teacher's logits / temperature, [n, v], for this rank's columns."""
@@ -400,10 +414,18 @@ def logprobs_of_logits(loss: DistillLoss, logits: Tensor, ids: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def logprobs_of_hidden(loss: DistillLoss, hidden: Tensor, head: Tensor, ids: Tensor) -> Tensor:
+def logprobs_of_hidden(
+    loss: DistillLoss,
+    hidden: Tensor,
+    head: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Compute the same from [N, H] final hidden states and the [V, H] LM head, one chunk of logits at a time."""
     step = loss.rows_per_chunk(len(head), hidden.element_size())
     parts = [
-        logprobs_of_logits(loss, hidden[i : i + step] @ head.T, ids[i : i + step]) for i in range(0, len(hidden), step)
+        logprobs_of_logits(loss, capped(F.linear(hidden[i : i + step], head, bias), cap), ids[i : i + step])
+        for i in range(0, max(len(hidden), 1), step)
     ]
-    return torch.cat(parts) if parts else logprobs_of_logits(loss, hidden @ head.T, ids)
+    return torch.cat(parts)

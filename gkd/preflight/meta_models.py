@@ -72,6 +72,10 @@ def local_teacher(config: Config, device: str) -> TeacherInfo:
             actor.packing, which the model does not support.
     """
     hf = _frozen(config, config.teacher.path, "teacher.path")
+    head: Any = hf.get_output_embeddings()
+    if config.teacher.signal == "hidden" and (head.cap is not None or head.bias is not None):
+        problem = "the teacher's logits have a soft cap or a bias, which are not in its hidden states."
+        raise config.error("teacher.signal", problem, "use topk or logits.")
     vocab_size, hidden_size = map(int, hf.get_output_embeddings().weight.shape)
     return own_teacher(
         config,

@@ -1,24 +1,28 @@
 """Check a run, or what `gkd score` needs of one, before any process starts, and return what the checks found.
 
-Cheap checks come first: settings, run folder and the teacher's port, before torch is imported.
+A mistake does not end the checks: all that have what they need are made, cheap ones first, and find the others.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gkd.actor.common.optim_spec import OptimSpec
-from gkd.config.check import check_config
+from gkd.config.check import check_config, usable
+from gkd.config.check_values import Mistakes
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.data.render import Tools
-from gkd.data.row_files import describe_files
+from gkd.data.row_files import describe_files, read_rows
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
@@ -43,7 +47,8 @@ from gkd.preflight.teacher import (
 from gkd.preflight.tokenizer_pair import check_pair, teacher_tokenizer, tokenizer_pair
 from gkd.preflight.user_code import check_answers, check_functions, check_observations, environment_tools
 from gkd.run.folder import RunFolder
-from gkd.run.open import check_run_folder, open_run_folder
+from gkd.run.open import check_run_folder, check_same_models, open_run_folder
+from gkd.scoring.teacher.client import load_keys
 from gkd.scoring.teacher.gpus import teacher_rows, with_own_gpus
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
 from gkd.scoring.teacher.window import throttle_warning
@@ -80,96 +85,224 @@ def preflight(config: Config) -> Plan:
     """Check the whole run. The run folder is taken last, so a refused run leaves no files.
 
     Raises:
-        ConfigError: naming key, value and fix.
+        ConfigError: naming key, value and fix; of several mistakes it names each, and the errors below, too.
         ModelError: the student has no end-of-sequence token.
         CheckpointError: the checkpoint to resume from is damaged.
         ClusterError: Ray is not installed.
         TeacherUnavailable: no teacher server replies at teacher.server_ip:server_port, and the run needs one.
     """
-    derived = check_config(config)
-    on_hub, teachers = _checked_without_torch(config)
-    is_offline = bool(teachers)
-    if any(is_path(term.name) for term in derived.loss.terms):
-        from gkd.preflight.loss_functions import check_loss_functions  # imports torch
-
-        check_loss_functions(config)
-    config = with_local_copies(config.with_values(on_hub), (*MODELS, *FILES))
-    log.info("checking the model, the prompts and the teacher")
-    device = _checked_device(config)
-    config = chosen(config)
-    tokenizer, n_student_vocab, eos_ids = read_student(config)
-    check_engines(config, device)
-    tools = environment_tools(config, tokenizer)
-    check_observations(config, tokenizer, eos_ids, tools)
-    other_tokenizer = teacher_tokenizer(config)
-    train = training_prompts(config, tokenizer, eos_ids, tools, other_tokenizer)
-    val = _held_out(config, tokenizer, tools, other_tokenizer)
-    check_functions(config)
-    total_steps = config.planned_steps(len(train))
-    if warning := early_end_warning(config, len(train)):
-        log.warning("%s", warning)
-    check_schedule(config, total_steps)
-    check_stream_fits(config, total_steps)
-    teachers = teachers or find_teachers(config, device)
-    teachers = _probed(config, teachers, other_tokenizer or tokenizer, train, n_student_vocab)
-    check_image_processors(config, teachers)
-    with_gpus = config
-    if device == "cuda":
-        with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes)[0])
-    identity = teacher_identity(derived.routes, teachers)
-    check_replay(config.with_values(on_hub), total_steps, identity)
-    pair, n_vocab = _shared_ids(config, teachers, tokenizer, other_tokenizer, n_student_vocab, eos_ids, train)
-    if is_offline:
-        check_all_stored(config, train, teachers, n_vocab, eos_ids)
-    if n_vocab < n_student_vocab:
-        check_masked(config, n_vocab, eos_ids, [*train, *val], is_shared=pair is None)
-        config = replace(config, model=replace(config.model, n_vocab=n_vocab))
-        with_gpus = replace(with_gpus, model=config.model)
-    if derived.reference_folder:
-        from gkd.preflight.meta_models import check_reference  # imports torch and transformers
-
-        identity["reference"] = check_reference(config, tokenizer, n_vocab)
-    _, hidden_size = head_columns(teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
-    gib = scores_gib(config, n_vocab, hidden_size, len(val))
-    if pair is not None:  # the head has the teacher's rows: as many numbers as one of the student's rows and this size
-        hidden_size = -(-hidden_size * len(pair.teacher) // n_vocab)
-    settled = check_memory(with_gpus, device, hidden_size, gib)
-    warn_about_settings(config, gib)
-    data_files = describe_files(config.data)
-    return Plan(
-        device=device,
-        eos_ids=eos_ids,
-        train_prompts=train,
-        val_prompts=val,
-        teachers=teachers,
-        n_vocab=n_vocab,
-        total_steps=total_steps,
-        config=replace(settled, trainer=config.trainer).with_values(on_hub),
-        data_files=data_files,
-        folder=open_run_folder(config.with_values(on_hub), identity, data_files),
-        pair=pair,
-    )
+    mistakes = Mistakes()
+    plan = _checked(config, mistakes)
+    mistakes.raise_all()
+    assert plan is not None, "without a mistake there is a plan"
+    return plan()
 
 
-def _checked_without_torch(config: Config) -> tuple[dict[str, Any], tuple[TeacherInfo, ...]]:
-    """Check what needs no torch. Raises as `preflight`.
+def problems(
+    config: Config | None, wrong: Sequence[ConfigError] = (), *, with_teacher: bool = True
+) -> list[ConfigError]:
+    """Make all checks of a run that need no start, and return the mistakes in their order. Writes nothing.
+
+    Args:
+        config, wrong: as `gkd.config.load.read_config` returns them.
+        with_teacher: ask the teacher's server.
+    """
+    mistakes = Mistakes()
+    if wrong:
+        mistakes.add(ConfigError.together(wrong))
+    if config is not None:
+        _checked(config, mistakes, with_teacher=with_teacher)
+    return mistakes.found
+
+
+def _checked(config: Config, mistakes: Mistakes, *, with_teacher: bool = True) -> Callable[[], Plan] | None:
+    """Make each check that has what it needs, and add the mistakes.
 
     Returns:
-        The commits of models and files of the hub, and the teachers, if they are known without a server (see
-        `recorded_teachers`).
+        What takes the run folder; None with a mistake, or if the teacher was not asked.
     """
-    check_ray_installed()
-    check_trackers_installed(config)
-    on_hub = pinned_names(config)
-    check_run_folder(config.with_values(on_hub))  # open_run_folder reads the checkpoint
+    config = usable(config, mistakes)
+    derived = config.derived
+    on_hub, recorded = _without_torch(config, mistakes, with_teacher=with_teacher)
+    teachers = recorded
+    with mistakes.step("distill.loss"):
+        if any(is_path(term.name) for term in derived.loss.terms):
+            from gkd.preflight.loss_functions import check_loss_functions  # imports torch
+
+            check_loss_functions(config)
+    if on_hub and mistakes.found:
+        log.warning("%s: downloaded and checked when the other mistakes are corrected", ", ".join(on_hub))
+        mistakes.keys |= on_hub.keys()
+    for key in (*MODELS, *FILES):
+        if key not in mistakes.keys:
+            with mistakes.step(key):
+                config = with_local_copies(config, (key,))
+    log.info("checking the model, the prompts and the teacher")
+    device = ""  # empty: unknown
+    n_student_vocab = 0
+    tokenizer = None
+    eos_ids: list[int] = []
+    with mistakes.step("trainer.device"):
+        device = _checked_device(config)
+    model = "model.path", config.model.path
+    with mistakes.step(*model):
+        config = chosen(config)
+        n_student_vocab = check_student(config)
+    with mistakes.step(*model):
+        tokenizer, eos_ids = read_tokenizer(config, n_student_vocab or sys.maxsize)
+    is_model = bool(device and n_student_vocab and tokenizer is not None)
+    if is_model:
+        with mistakes.step(*model):
+            check_engines(config, device)
+    train, val, other_tokenizer = _read_prompts(config, tokenizer, eos_ids, mistakes)
+    judges = ("reward.functions", derived.rewards, train), ("eval.metric", derived.metrics, val)
+    for key, paths, prompts in judges:
+        with mistakes.step(key):
+            check_functions(config, key, paths, prompts, tokenizer)
+    total_steps = 0
+    if train:
+        with mistakes.step("trainer.total_steps"):
+            total_steps = config.planned_steps(len(train))
+            if warning := early_end_warning(config, len(train)):
+                log.warning("%s", warning)
+            check_schedule(config, total_steps)
+            check_stream_fits(config, total_steps)
+    if device and not teachers and (with_teacher or derived.teacher_pool):
+        with mistakes.step("teacher.path", config.teacher.path):
+            recorded = _known_teachers(config)
+            teachers = recorded or find_teachers(config, device)
+    if not is_model:
+        return None
+    n_vocab = config.model.n_vocab or n_student_vocab
+    pair: TokenizerPair | None = None
+    identity: dict[str, Any] = {}
+    with_gpus = config
+    is_whole = False
+    with mistakes.step("trainer.replay", config.trainer.replay):
+        if teachers and train is not None and val is not None:
+            teachers = _probed(config, teachers, other_tokenizer or tokenizer, train, n_student_vocab)
+            check_image_processors(config, teachers)
+            if device == "cuda":
+                with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes)[0])
+            identity = teacher_identity(derived.routes, teachers)
+            check_replay(config.with_values(on_hub), total_steps, identity)
+            pair, n_vocab = _shared_ids(config, teachers, tokenizer, other_tokenizer, n_student_vocab, eos_ids, train)
+            if recorded:
+                check_all_stored(config, train, teachers, n_vocab, eos_ids)
+            if n_vocab < n_student_vocab:
+                n = n_student_vocab - n_vocab if device == "cuda" else 0
+                check_masked(config, n_vocab, eos_ids, [*train, *val], n_masked=n, is_shared=pair is None)
+                config = replace(config, model=replace(config.model, n_vocab=n_vocab))
+                with_gpus = replace(with_gpus, model=config.model)
+            is_whole = True
+    with mistakes.step(*model):
+        if derived.reference_folder:
+            from gkd.preflight.meta_models import check_reference  # imports torch and transformers
+
+            identity["reference"] = check_reference(config, tokenizer, n_vocab)
+    _, hidden_size = head_columns(teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
+    gib = scores_gib(config, n_vocab, hidden_size, len(val or ()))
+    if pair is not None:  # the head has the teacher's rows: as many numbers as one of the student's rows and this size
+        hidden_size = -(-hidden_size * len(pair.teacher) // n_vocab)
+    with mistakes.step("memory.strategy"):
+        with_gpus = check_memory(with_gpus, device, hidden_size, gib)
+    warn_about_settings(config, gib)
+    if mistakes.found or not is_whole:
+        return None
+    assert train is not None and val is not None, "the run is whole"
+    data_files = describe_files(config.data)
+    kept = config.with_values(on_hub)
+    with mistakes.step("trainer.run_dir", config.trainer.run_dir):
+        check_same_models(kept, identity, data_files)
+    log.info(
+        "teacher %s (%s), %d %s token ids; %d training, %d held-out prompts; %d steps; device %s; run folder %s",
+        ", ".join(teacher.model_name for teacher in teachers),
+        teachers[0].engine,
+        n_vocab,
+        "shared" if pair is None else "student",
+        len(train),
+        len(val),
+        total_steps,
+        device,
+        Path(config.trainer.run_dir).absolute(),
+    )
+    config = replace(with_gpus, trainer=config.trainer).with_values(on_hub)
+    plan = partial(Plan, device, eos_ids, train, val, teachers, n_vocab, total_steps, config, data_files, pair=pair)
+    return lambda: plan(folder=open_run_folder(kept, identity, data_files))
+
+
+def _without_torch(
+    config: Config, mistakes: Mistakes, *, with_teacher: bool
+) -> tuple[dict[str, Any], tuple[TeacherInfo, ...]]:
+    """Check what needs no torch. Return the commits of the hub's names, and what `_known_teachers` returns."""
+    on_hub: dict[str, Any] = {}
     teachers: tuple[TeacherInfo, ...] = ()
+    with mistakes.step("ray", "missing"):
+        check_ray_installed()
+    with mistakes.step("trainer.loggers"):
+        check_trackers_installed(config)
+    for route in config.derived.routes:
+        with mistakes.step(route.key("keys")):
+            load_keys(route.teacher.keys)
+    for key in (*MODELS, *FILES):
+        with mistakes.step(key):
+            on_hub |= pinned_names(config, (key,))
+    with mistakes.step("trainer.run_dir"):
+        check_run_folder(config.with_values(on_hub))
+    with mistakes.step("teacher.server_ip"):
+        try:
+            teachers = _known_teachers(config) if with_teacher else ()
+        except TeacherUnavailable as error:  # the last check tries again
+            log.warning("%s; the other checks go on", error)
+    return on_hub, teachers
+
+
+def _known_teachers(config: Config) -> tuple[TeacherInfo, ...]:
+    """Return the teachers if they are known without a server. Raises TeacherUnavailable: see `recorded_teachers`."""
     if not config.derived.teacher_pool:
         try:
             for route in config.derived.routes:
                 check_reachable(route)
         except TeacherUnavailable as error:
-            teachers = recorded_teachers(config, error)
-    return on_hub, teachers
+            return recorded_teachers(config, error)
+    return ()
+
+
+def _read_prompts(
+    config: Config, tokenizer: Any, eos_ids: Sequence[int], mistakes: Mistakes
+) -> tuple[list[Prompt] | None, list[Prompt] | None, Any]:
+    """Return the prompts for training and the held-out ones, None if they are wrong, and the teacher's own tokenizer.
+
+    Args:
+        tokenizer: None: it is wrong, so that only the columns of the rows are checked.
+    """
+    train: list[Prompt] | None = None
+    val: list[Prompt] | None = None
+    other_tokenizer = tools = None
+    with mistakes.step("model.path", config.model.path):
+        other_tokenizer = teacher_tokenizer(config)
+        if tokenizer is not None:
+            check_observations(config, tokenizer, eos_ids, found := environment_tools(config, tokenizer))
+            tools = found
+    if tools is not None:
+        with mistakes.step("data.train_files", config.data.train_files):
+            train = training_prompts(config, tokenizer, eos_ids, tools, other_tokenizer)
+        with mistakes.step("data.val_files", config.data.val_files):
+            val = _held_out(config, tokenizer, tools, other_tokenizer)
+    for key, prompts in (("data.train_files", train), ("data.val_files", val)):
+        with mistakes.step(key):
+            if prompts is None:
+                _check_columns(config, key)
+    return train, val, other_tokenizer
+
+
+def _check_columns(config: Config, key: str) -> None:
+    """Raise ConfigError if a file cannot be read, or a row has no column of prompts."""
+    name = "data.messages_key" if config.data.messages_key else "data.prompt_key"
+    for file in config.value(key):
+        for where, row in read_rows(file, key):
+            if config.value(name) not in row:
+                raise config.error(name, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
 
 
 def _shared_ids(
@@ -211,6 +344,16 @@ def _checked_device(config: Config) -> str:
 def read_student(config: Config) -> tuple[Any, int, list[int]]:
     """Return the student's tokenizer, the rows of its embedding, and its end tokens. Raises ConfigError, ModelError."""
     n_vocab = check_student(config)
+    tokenizer, eos_ids = read_tokenizer(config, n_vocab)
+    return tokenizer, n_vocab, eos_ids
+
+
+def read_tokenizer(config: Config, n_vocab: int) -> tuple[Any, list[int]]:
+    """Return the student's tokenizer and its end tokens. Raises ConfigError, ModelError.
+
+    Args:
+        n_vocab: rows of the student's embedding.
+    """
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, n_vocab)
     own, more = eos_token_ids(config.model.path, tokenizer), config.rollout.stop_token_ids
@@ -221,7 +364,7 @@ def read_student(config: Config) -> tuple[Any, int, list[int]]:
         if outside := [i for i in ids if not 0 <= i < n_vocab]:  # vLLM would refuse them, after the start
             problem = f"end tokens {outside} are outside of the student's {n_vocab} token ids."
             raise ConfigError(key, value, problem, fix)
-    return tokenizer, n_vocab, sorted({*own, *more})
+    return tokenizer, sorted({*own, *more})
 
 
 def common_vocab(config: Config, teachers: Sequence[TeacherInfo], tokenizer: Any, n_student_vocab: int) -> int:
@@ -498,5 +641,5 @@ def check_answering(config: Config) -> tuple[Config, str, list[int], list[Prompt
     tokenizer, _, eos_ids = read_student(config)
     check_engines(config, device)
     prompts = _held_out(config, tokenizer, environment_tools(config, tokenizer), None)
-    check_functions(config)
+    check_functions(config, "eval.metric", config.derived.metrics, prompts, tokenizer)
     return config, device, eos_ids, prompts

@@ -51,7 +51,6 @@ def with_strategy(config: Config) -> Config:
         try:
             config_json = read_config_json(config.model.path, "model.path")
             check_megatron_support(config_json, config.model.path)
-            read_dims(config_json).check_sequence_length(config.derived.max_sequence_length)
         except ModelError as error:
             name = "fsdp2"
             why = str(error).partition(" Fix:")[0]
@@ -94,7 +93,7 @@ def _check_megatron(config: Config) -> tuple[int, int]:
         (vocabulary size, longest sequence in tokens)
 
     Raises:
-        ConfigError, ModelError: something does not fit; a sequence may be longer than the model's sliding window.
+        ConfigError, ModelError: something does not fit.
     """
     path, actor = config.model.path, config.actor
     config_json = read_config_json(path, "model.path")

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from gkd.config.schema import Config, Route
+from gkd.config.schema_rollout import MOST_MASKED
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import HTTP
 from gkd.data.chunks import dataset_rollouts
@@ -277,15 +278,25 @@ def shared_ids(own: Mapping[str, int], other: Mapping[str, int], n_rows: int, n_
 
 
 def check_masked(
-    config: Config, n_vocab: int, eos_ids: Sequence[int], prompts: Iterable[Prompt], *, is_shared: bool = True
+    config: Config,
+    n_vocab: int,
+    eos_ids: Sequence[int],
+    prompts: Iterable[Prompt],
+    *,
+    n_masked: int = 0,
+    is_shared: bool = True,
 ) -> None:
     """Raise ConfigError if a response can only end with a masked token, or if a prompt or response has one.
 
     Args:
+        n_masked: ids that engines on GPUs mask.
         is_shared: the teacher's prompts have the student's tokens.
     """
     fix = "use a teacher with the student's tokens, or remove them from the data and the chat template."
     key = "model.n_vocab" if config.model.n_vocab else "model.path"
+    if n_masked > MOST_MASKED:
+        problem = f"{n_masked} rows of its embedding have no token that the teacher shares; GPUs mask {MOST_MASKED}."
+        raise config.error(key, problem, "resize the model's embedding, or use a teacher with the same tokens.")
     if masked := [i for i in eos_ids if i >= n_vocab]:
         problem = f"responses end with token {masked[0]}, and the ids from {n_vocab} on are masked."
         raise config.error(key, problem, fix)

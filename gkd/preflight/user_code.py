@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from gkd.config.declare import search_path
 from gkd.config.schema import Config
 from gkd.config.schema_sections import COMPARING
@@ -40,19 +42,38 @@ def check_answers(config: Config, key: str, prompts: Sequence[Prompt], functions
             raise config.error("data.answer_key", problem, fix)
 
 
-def check_functions(config: Config) -> None:
-    """Raise ConfigError if a function cannot be imported, or has another form."""
-    for key, paths in (("reward.functions", config.derived.rewards), ("eval.metric", config.derived.metrics)):
-        if not paths:
-            continue
-        workers = RewardWorkers(reward_worker.Start(config, paths, search_path()), 1, config.reward.timeout_s)
-        try:
-            workers.wait_ready(_IMPORT_S)
-        except RewardError as error:
-            fix = "name a function in a module that this folder or PYTHONPATH has, see docs/losses.md."
-            raise ConfigError(key, list(paths), f"{error}.", fix) from error
-        finally:
-            workers.close()
+def check_functions(
+    config: Config, key: str, paths: Sequence[str], prompts: Sequence[Prompt] | None = None, tokenizer: Any = None
+) -> None:
+    """Raise ConfigError if a function cannot be imported, has another form, or does not judge the first row.
+
+    Args:
+        key: of the functions, `paths`.
+        prompts, tokenizer: without them no function is called.
+    """
+    if not paths:
+        return
+    workers = RewardWorkers(reward_worker.Start(config, tuple(paths), search_path()), 1, config.reward.timeout_s)
+    fix = "name a function in a module that this folder or PYTHONPATH has, see docs/losses.md."
+    try:
+        workers.wait_ready(_IMPORT_S)
+        fix = "correct the function, or the row; see docs/losses.md."
+        if prompts:
+            workers.values([_first_request(config, prompts[0], tokenizer, len(paths))])
+    except RewardError as error:
+        raise ConfigError(key, list(paths), f"{error}.", fix) from error
+    finally:
+        workers.close()
+
+
+def _first_request(config: Config, prompt: Prompt, tokenizer: Any, n_functions: int) -> reward_worker.Request:
+    """Return the reference answer of a prompt, or any text, as a response to judge."""
+    text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=True)
+    response = prompt.answer or "1"
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
+    messages = msgspec.json.encode(turns) if config.rollout.environment else None
+    functions = tuple(range(n_functions))
+    return reward_worker.Request(text, response, 1, False, prompt.row or b"", functions, messages, 0.0)
 
 
 def environment_tools(config: Config, tokenizer: Any) -> Tools:

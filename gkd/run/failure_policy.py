@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -151,19 +151,20 @@ def n_restarts() -> int:
     return int(os.environ.get(_COUNT, "0"))
 
 
-def start_again(environment: Mapping[str, str]) -> None:
+def start_again(environment: Mapping[str, str], more: Sequence[str] = ()) -> None:
     """Replace this process by a new one that resumes the run; does not return.
 
     Args:
         environment: of this process when it started.
+        more: words that its command lacks.
     """
     print(f"trainer.max_restarts: the run starts again, restart {n_restarts() + 1}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, restart_command(), {**environment, _COUNT: str(n_restarts() + 1)})
+    os.execve(sys.executable, restart_command(more), {**environment, _COUNT: str(n_restarts() + 1)})
 
 
-def restart_command() -> list[str]:
+def restart_command(more: Sequence[str] = ()) -> list[str]:
     """Return the words of this process's command, with trainer.resume=auto."""
     kept = [word for word in sys.orig_argv[1:] if not word.startswith(f"{_SETTING}=")]
-    return [sys.executable, *kept, f"{_SETTING}=auto"]
+    return [sys.executable, *kept, *more, f"{_SETTING}=auto"]

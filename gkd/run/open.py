@@ -50,11 +50,9 @@ def open_run_folder(config: Config, teacher: Mapping[str, Any], files: Sequence[
         CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are; or one
             cannot be read now.
     """
-    named = check_run_folder(config)
+    named = check_same_models(config, teacher, files)
     root = Path(config.trainer.run_dir)
     store = CheckpointStore(root / CHECKPOINTS)
-    if named is None and _holds_run(root):
-        _check_same(root, root, teacher, files, config)
     if named is not None:
         _check_checkpoint(named, teacher, files, config)
     with _writing(root):
@@ -75,6 +73,16 @@ def open_run_folder(config: Config, teacher: Mapping[str, Any], files: Sequence[
             lock.close()
             raise
     return RunFolder(root, config, teacher, lock, start)
+
+
+def check_same_models(
+    config: Config, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]] = ()
+) -> Path | None:
+    """Check as `check_run_folder`, and that a run that is resumed has had this teacher, reference and data."""
+    named, root = check_run_folder(config), Path(config.trainer.run_dir)
+    if named is None and _holds_run(root):
+        _check_same(root, root, teacher, files, config)
+    return named
 
 
 def check_run_folder(config: Config) -> Path | None:

@@ -1,4 +1,4 @@
-"""Report which rank is on which GPU: `python -m gkd.tools.check_gpus --config X.yaml | --running RUN_DIR`.
+"""Report which rank is on which GPU: `gkd check-gpus --config X.yaml | --running RUN_DIR`.
 
 `--config` builds the pools as training would. No model is loaded and no CUDA context is created: each rank only reports
 its placement. `--running` compares gpus.json of a running job with this machine's processes and driver, without calls
@@ -31,8 +31,8 @@ from teacher_server.config.command import command_parser
 
 _POOL_S = 60.0  # less than trainer.init_timeout_s, which training waits: GPUs that are free are granted at once
 _EXAMPLES = """examples:
-  python -m gkd.tools.check_gpus --config mine.yaml teacher.server_ip=10.0.0.5 --json | jq '.findings[].kind'
-  python -m gkd.tools.check_gpus --running runs/mine
+  gkd check-gpus --config mine.yaml teacher.server_ip=10.0.0.5 --json | jq '.findings[].kind'
+  gkd check-gpus --running runs/mine
 
 exit code: 0 no problems found; 1 problems (each line that begins with WRONG has a problem and its fix; an unreachable
 teacher is one of them), or no pools, or a rank of the run has ended; 2 invalid settings, or no gpus.json
@@ -133,7 +133,7 @@ def refresh(saved: GpuMap, host: str, machine: Sequence[GpuInfo]) -> tuple[list[
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     about = "Report which rank is, or would be, on which GPU, and find problems of the placement."
-    parser = command_parser("python -m gkd.tools.check_gpus", about, _EXAMPLES)
+    parser = command_parser("gkd check-gpus", about, _EXAMPLES)
     which = parser.add_mutually_exclusive_group(required=True)
     add_config(which, "settings of a training run to be started", required=False)
     which.add_argument("--running", metavar="RUN_DIR", help="run folder of a running job")

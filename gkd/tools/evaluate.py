@@ -34,9 +34,9 @@ from teacher_server.config.command import command_parser
 log = get_logger("eval")
 
 _EXAMPLES = """examples:
-  python -m gkd.tools.evaluate runs/mine                                    # its newest checkpoint, its data.val_files
-  python -m gkd.tools.evaluate runs/mine --step 200 --data data/test.jsonl eval.n=8
-  python -m gkd.tools.evaluate Qwen/Qwen2.5-1.5B-Instruct --data data/test.jsonl eval.metric=math_verify --json
+  gkd eval runs/mine                                    # its newest checkpoint, its data.val_files
+  gkd eval runs/mine --step 200 --data data/test.jsonl eval.n=8
+  gkd eval Qwen/Qwen2.5-1.5B-Instruct --data data/test.jsonl eval.metric=math_verify --json
 
 A run has its own settings. Those of a model are the defaults; key=value sets others: eval.metric, the function that
 judges (default: that of the run, or its first reward function), eval.n, sampled responses for pass@k, data.prompt_key,
@@ -162,7 +162,7 @@ def _engines_alone(config: Config, checkpoint: Path | None, student: Path) -> tu
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     description = "Measure accuracy and pass@k of a run's checkpoint or of a model, and the KL to the teacher."
-    parser = command_parser("python -m gkd.tools.evaluate", description, _EXAMPLES)
+    parser = command_parser("gkd eval", description, _EXAMPLES)
     parser.add_argument("model", type=Path, metavar="RUN|FOLDER", help="run folder, model folder, or ORG/NAME")
     add_choice(parser)
     parser.add_argument("--data", type=Path, metavar="FILE", help="prompts and answers, as data.val_files of a run")

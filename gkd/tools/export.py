@@ -23,9 +23,9 @@ from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
 _EXAMPLES = """examples:
-  python -m gkd.tools.export runs/mine --out exports/mine                 # the newest checkpoint
-  python -m gkd.tools.export runs/mine --step 200 --out exports/step_200
-  python -m gkd.tools.export runs/mine --best --out exports/best --push ORG/NAME
+  gkd export runs/mine --out exports/mine                 # the newest checkpoint
+  gkd export runs/mine --step 200 --out exports/step_200
+  gkd export runs/mine --best --out exports/best --push ORG/NAME
 
 README.md in the folder is a model card. --push makes the repository, private, if there is none; HF_TOKEN is the token.
 
@@ -119,7 +119,7 @@ def export(checkpoint: Path, out: Path) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     description = "Write the student of a checkpoint as a Hugging Face folder, as its run would export it."
-    parser = command_parser("python -m gkd.tools.export", description, _EXAMPLES)
+    parser = command_parser("gkd export", description, _EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may be in progress")
     add_choice(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; it must not exist")

@@ -27,9 +27,9 @@ from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
 _EXAMPLES = """examples:
-  python -m gkd.tools.memory --config configs/gsm8k_qwen2.5_1.5b.yaml --gpu-gib 80
-  python -m gkd.tools.memory --config mine.yaml --gpu-gib 24 --host-gib 64 actor.recompute=full
-  python -m gkd.tools.memory --config mine.yaml --json | jq '.ranks[].peak'
+  gkd memory --config configs/gsm8k_qwen2.5_1.5b.yaml --gpu-gib 80
+  gkd memory --config mine.yaml --gpu-gib 24 --host-gib 64 actor.recompute=full
+  gkd memory --config mine.yaml --json | jq '.ranks[].peak'
 
 exit code: 0 it fits with a tenth of the GPU free, or the GPU's memory is unknown; 1 it does not: the shortages and the
 changes that make it fit follow; 2 wrong settings, or a model folder that cannot be read
@@ -80,7 +80,7 @@ def _read(args: argparse.Namespace) -> Case:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "python -m gkd.tools.memory",
+        "gkd memory",
         "Predict the memory of each rank of a training by part, and compare it with a GPU.",
         _EXAMPLES,
     )

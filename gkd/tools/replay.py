@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.replay RUN --step N`: whether the loss of a step comes out again.
+"""`gkd replay RUN --step N`: whether the loss of a step comes out again.
 
 Loads the newest checkpoint before the step, trains on the recorded batches up to it, and compares each step that it
 makes with metrics.jsonl.
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from gkd.text.pair import TokenizerPair
 
 _EXAMPLES = """example:
-  python -m gkd.tools.replay runs/mine --step 20
-  python -m gkd.tools.replay runs/mine --step 20 cluster.ray_address=10.0.0.5:6379
-  python -m gkd.tools.replay runs/mine --step 2 --rtol 1e-3 trainer.device=cpu   # a float32 run on GPUs
+  gkd replay runs/mine --step 20
+  gkd replay runs/mine --step 20 cluster.ray_address=10.0.0.5:6379
+  gkd replay runs/mine --step 2 --rtol 1e-3 trainer.device=cpu   # a float32 run on GPUs
 
 The run needs trainer.record_batches=true. A checkpoint of step N - 1 is best; from an earlier one, or from model.path,
 the steps in between are trained again and compared, too. trainer.device can be given, and settings that a resumed run
@@ -277,7 +277,7 @@ def _prompts(root: Path, config: Config) -> list[Prompt]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "python -m gkd.tools.replay",
+        "gkd replay",
         "Make a recorded step of a run again, and compare loss, gradient norm and tokens.",
         _EXAMPLES,
     )

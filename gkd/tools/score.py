@@ -30,8 +30,8 @@ from teacher_server.config.command import command_parser
 log = get_logger("score")
 
 _EXAMPLES = """examples:
-  python -m gkd.tools.score --config mine.yaml
-  python -m gkd.tools.score --config mine.yaml teacher.store=scores distill.on_policy_share=0
+  gkd score --config mine.yaml
+  gkd score --config mine.yaml teacher.store=scores distill.on_policy_share=0
 
 exit code: 0 all responses are stored, 1 the teacher or the disk failed, 2 wrong settings, data or models,
 130 interrupted
@@ -110,7 +110,7 @@ def _check_kept(store: ScoreStore, keys: Collection[bytes]) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     description = "Score each dataset response of a run once, into teacher.store. A run over it then asks no teacher."
-    parser = command_parser("python -m gkd.tools.score", description, _EXAMPLES)
+    parser = command_parser("gkd score", description, _EXAMPLES)
     add_config(parser, "settings of the run, as for gkd train")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     return parse_overrides(parser, argv)

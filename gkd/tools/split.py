@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.split RUN`: the rates of a run's stages, and the split of the GPUs with the fastest steps.
+"""`gkd split RUN`: the rates of a run's stages, and the split of the GPUs with the fastest steps.
 
 Reads what the loop waited for from metrics.jsonl, and how long engines, teacher workers and ranks computed from
 spans.jsonl. The time of a stage is its work by its GPUs. See docs/split.md.
@@ -35,9 +35,9 @@ _WAITS = ("rollout", "teacher", "reference", "train")  # stages in which the loo
 _ENGINE, _FROZEN = (Phase.GENERATE.span,), (Phase.REFERENCE.span, Phase.LOGPROBS.span)
 _SOME_CLUSTER = "planned:6379"  # stands for the planned run's Ray cluster while its settings are checked
 _EXAMPLES = """examples:
-  python -m gkd.tools.split runs/mine
-  python -m gkd.tools.split runs/mine --gpus 16 --gpus-per-node 8
-  python -m gkd.tools.split runs/mine --gpus 6 --teacher-elsewhere     # the teacher keeps its GPUs, which do not count
+  gkd split runs/mine
+  gkd split runs/mine --gpus 16 --gpus-per-node 8
+  gkd split runs/mine --gpus 6 --teacher-elsewhere     # the teacher keeps its GPUs, which do not count
 
 exit code: 0 a split was printed, 1 a file of the run is damaged, 2 wrong arguments, no split is possible with the
 settings, or a run that cannot be measured (too few steps, roles that share GPUs)
@@ -285,7 +285,7 @@ def _positive(text: str) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     about = "Print the rates of a run's stages, and the split of the GPUs with the fastest steps."
-    parser = command_parser("python -m gkd.tools.split", about, _EXAMPLES)
+    parser = command_parser("gkd split", about, _EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder of a finished or running job")
     parser.add_argument("--gpus", type=_positive, metavar="N", help="GPUs to split; default: those of the run")
     parser.add_argument(

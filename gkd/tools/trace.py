@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.trace RUN [--steps A-B] [--out trace.json]`: what each process of a run did, for Perfetto.
+"""`gkd trace RUN [--steps A-B] [--out trace.json]`: what each process of a run did, for Perfetto.
 
 Reads spans.jsonl of a run folder, also while the run is in progress, and writes a trace in Chrome's format.
 """
@@ -21,7 +21,7 @@ from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
 _EXAMPLES = """example:
-  python -m gkd.tools.trace runs/mine --steps 10-12 --out trace.json
+  gkd trace runs/mine --steps 10-12 --out trace.json
 
 Open the file at https://ui.perfetto.dev (it stays on this machine), or without a network at chrome://tracing in Chrome.
 Each process is a group: driver, actor ranks, engines, scoring endpoints, teacher workers. The times of a process are
@@ -119,7 +119,7 @@ def _about(pid: int, what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "python -m gkd.tools.trace", "Write what each process of a run did as a trace that Perfetto shows.", _EXAMPLES
+        "gkd trace", "Write what each process of a run did as a trace that Perfetto shows.", _EXAMPLES
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may be in progress")
     parser.add_argument("--steps", metavar="A-B", help="a step or a range of steps; default: all")

@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.where RUN [RUN]`: show which tokens the KL of a run is at, from its token_losses/."""
+"""`gkd where RUN [RUN]`: show which tokens the KL of a run is at, from its token_losses/."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gkd.tools.report.read import read_runs
 from teacher_server.config.command import command_parser
 
 _EXAMPLES = """examples:
-  python -m gkd.tools.where runs/mine
-  python -m gkd.tools.where runs/forward runs/reverse      # side by side
+  gkd where runs/mine
+  gkd where runs/forward runs/reverse      # side by side
 
 KL, tokens: shares of the last evaluation's kept responses. change: of the share of the KL, since the first evaluation.
 largest: tokens with most KL in the group. The student is "sure of another" token if it has more than 0.9.
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "python -m gkd.tools.where", "Show where the KL of a run is: which tokens, positions and choices.", _EXAMPLES
+        "gkd where", "Show where the KL of a run is: which tokens, positions and choices.", _EXAMPLES
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; the run may be in progress")
     return parser.parse_args(argv)

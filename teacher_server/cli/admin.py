@@ -1,4 +1,4 @@
-"""`python -m teacher_server status` and `drain`: inspect a running server, and shut it down without losing work."""
+"""`gkd teacher status` and `drain`: inspect a running server, and shut it down without losing work."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _POLL_S = 0.2
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "15555"
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, clear screen
 _STATUS_EXAMPLES = """examples:
-  python -m teacher_server status
-  python -m teacher_server status --port 15600
-  python -m teacher_server status --server 10.0.0.5:15555 --keys bundles/trainer --watch
-  python -m teacher_server status --json | jq '.workers[].tokens_per_s'
+  gkd teacher status
+  gkd teacher status --port 15600
+  gkd teacher status --server 10.0.0.5:15555 --keys bundles/trainer --watch
+  gkd teacher status --json | jq '.workers[].tokens_per_s'
 
 After `ready:` the server prints the `status` command with its address and keys.
 
@@ -32,9 +32,9 @@ exit code: 0 (also if Ctrl-C ends --watch), 2 if the server does not reply (one 
 """
 _DRAIN_EXAMPLES = """examples:
   let the whole server finish its work and exit; return when it has exited:
-    python -m teacher_server drain --wait
+    gkd teacher drain --wait
   one worker, by its name in the status table:
-    python -m teacher_server drain --worker w0.0 --wait
+    gkd teacher drain --worker w0.0 --wait
 
 exit code: 0 done (without --wait: draining has started), 1 the server died before its work was finished, or the worker
 was lost, 2 an error, including no reply for --timeout seconds during --wait, 130 if Ctrl-C ends it
@@ -42,7 +42,7 @@ was lost, 2 an error, including no reply for --timeout seconds during --wait, 13
 
 
 def _parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-    parser = command_parser(f"python -m teacher_server {command}", description, examples, allow_abbrev=False)
+    parser = command_parser(f"gkd teacher {command}", description, examples, allow_abbrev=False)
     parser.add_argument(
         "--server", metavar="HOST:PORT", help=f"address of the server (default: {_DEFAULT_HOST}:{_DEFAULT_PORT})"
     )

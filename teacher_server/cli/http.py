@@ -1,4 +1,4 @@
-"""`python -m teacher_server http`: answer HTTP clients of vLLM and SGLang with the teachers of a running server."""
+"""`gkd teacher http`: answer HTTP clients of vLLM and SGLang with the teachers of a running server."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 _CONNECT_S = 5.0  # limit of the wait for the teacher server at the start
 _EXAMPLES = """examples:
   TRL, prime-rl or slime on this machine use the teacher server on port 15555:
-    python -m teacher_server http
+    gkd teacher http
     TRL: teacher_model_server_url http://127.0.0.1:8100    slime: --rm-url http://127.0.0.1:8100/generate
 
   reachable from other hosts, with a token:
     export TEACHER_TOKEN=$(openssl rand -hex 32)
-    python -m teacher_server http --host 10.0.0.5 --bearer-env TEACHER_TOKEN
+    gkd teacher http --host 10.0.0.5 --bearer-env TEACHER_TOKEN
 
   in front of a server of another host that has keys:
-    python -m teacher_server http --server 10.0.0.5:15555 --keys bundles/trainer
+    gkd teacher http --server 10.0.0.5:15555 --keys bundles/trainer
 
   the logprobs of a sequence's tokens:
     curl http://127.0.0.1:8100/v1/completions -H 'Content-Type: application/json' \\
@@ -51,7 +51,7 @@ exit code: 0 after a signal, 2 after an error (one line on stderr)
 def main(argv: Sequence[str]) -> int:
     """Run the HTTP server and return the exit code: 0 after a signal. Raises ServerError."""
     parser = command_parser(
-        "python -m teacher_server http",
+        "gkd teacher http",
         "Answer HTTP clients of vLLM and SGLang with the teachers of a running server.",
         _EXAMPLES,
         allow_abbrev=False,

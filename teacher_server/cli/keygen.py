@@ -1,4 +1,4 @@
-"""`python -m teacher_server keygen DIR`: create the keys of a server, its clients and its workers.
+"""`gkd teacher keygen DIR`: create the keys of a server, its clients and its workers.
 
 `wire/keys.py` describes the folder. Run the command again to add names; it never overwrites a key.
 """
@@ -17,19 +17,19 @@ from teacher_server.wire.keys import DOMAINS, Domain, KeysError, Role, read_key_
 
 _EXAMPLES = """example:
   a server, one trainer, and workers on two more hosts:
-    python -m teacher_server keygen keys --client trainer --worker host7 --worker host8
-    python -m teacher_server --model /models/teacher --host 10.0.0.5 --worker-port 15556 --keys keys
+    gkd teacher keygen keys --client trainer --worker host7 --worker host8
+    gkd teacher --model /models/teacher --host 10.0.0.5 --worker-port 15556 --keys keys
   Then copy each bundle folder that it prints to its host over a trusted channel, and delete it here.
 
   revoke a key: delete keys/clients/trainer.key; a running server notices within about a second.
 """
-_NOTE = "# CURVE {} key of {}, made by `python -m teacher_server keygen`\n"
+_NOTE = "# CURVE {} key of {}, made by `gkd teacher keygen`\n"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `keygen`. Raises KeysError."""
     parser = command_parser(
-        "python -m teacher_server keygen",
+        "gkd teacher keygen",
         "Create the keys of a server, or add clients and workers to existing keys.",
         _EXAMPLES,
         allow_abbrev=False,

@@ -1,4 +1,4 @@
-"""`python -m teacher_server`: check the settings, start broker and workers, print `ready:`, run until a signal.
+"""`gkd teacher`: check the settings, start broker and workers, print `ready:`, run until a signal.
 
 This module connects the parts of the server. Only `main` imports it.
 """
@@ -10,9 +10,7 @@ import contextlib
 import logging
 import os
 import shlex
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +23,7 @@ from teacher_server.broker.broker import Broker
 from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
 from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
-from teacher_server.config.command import command_parser
+from teacher_server.config.command import command_parser, gkd_words
 from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
@@ -52,21 +50,21 @@ _EXAMPLES = """commands, each with its own --help:
 
 examples:
   a teacher on this machine's CPU, for a first run:
-    python -m teacher_server --model models/tiny --port 15555
+    gkd teacher --model models/quickstart/teacher --port 15555
 
   two model copies on four GPUs, reachable from other hosts with a key:
-    python -m teacher_server keygen keys --client trainer
-    python -m teacher_server --model /models/teacher --gpus 4,5,6,7 --tensor-parallel-size 2 \\
+    gkd teacher keygen keys --client trainer
+    gkd teacher --model /models/teacher --gpus 4,5,6,7 --tensor-parallel-size 2 \\
         --max-batch-tokens 32768 --host 10.0.0.5 --keys keys
 
   two teachers, one GPU each; a request names its teacher:
-    python -m teacher_server --teacher math=/models/math --teacher code=/models/code --gpus 0,1
+    gkd teacher --teacher math=/models/math --teacher code=/models/code --gpus 0,1
 
   settings in a file; flags override it:
-    python -m teacher_server --config teacher.yaml --port 15600
+    gkd teacher --config teacher.yaml --port 15600
 
   in a script: use any free port and wait for the file, which contains the port:
-    python -m teacher_server --model models/tiny --port 0 --ready-file run/teacher.json
+    gkd teacher --model models/quickstart/teacher --port 0 --ready-file run/teacher.json
 
 signals: SIGTERM and SIGINT stop the server at once; SIGUSR1 drains it.
 exit code: 0 after a signal or a drain, 2 after an error (one line on stderr)
@@ -75,7 +73,7 @@ exit code: 0 after a signal or a drain, 2 after an error (one line on stderr)
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(
-        "python -m teacher_server", "Serve one or several teacher models to the trainer.", _EXAMPLES, allow_abbrev=False
+        "gkd teacher", "Serve one or several teacher models to the trainer.", _EXAMPLES, allow_abbrev=False
     )
     parser.add_argument(
         "--model",
@@ -217,8 +215,7 @@ def status_command(address: str, port: int, keys: str | None) -> str:
     With keys it names a client's bundle of the key folder; `NAME` stands for it if no bundle is left there.
     """
     host = "127.0.0.1" if address == "0.0.0.0" else address
-    python = "python" if shutil.which("python") == sys.executable else sys.executable
-    words = [python, "-m", "teacher_server", "status", "--server", f"{host}:{port}"]
+    words = [*gkd_words(), "teacher", "status", "--server", f"{host}:{port}"]
     if keys is not None:
         bundles = sorted(file.parent for file in Path(keys).glob("bundles/*/client.key_secret"))
         words += ["--keys", str(bundles[0] if bundles else Path(keys, "bundles", "NAME"))]

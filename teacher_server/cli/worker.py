@@ -1,4 +1,4 @@
-"""`python -m teacher_server worker`: check the model folder, load the engine, join a broker, serve until dismissed.
+"""`gkd teacher worker`: check the model folder, load the engine, join a broker, serve until dismissed.
 
 The server starts its local workers with this command. On another host the user starts it; it needs
 the model folder there and, with keys, a key bundle.
@@ -42,7 +42,7 @@ N_STREAMS = 64  # sequences in flight that keep a worker busy, at least; else it
 _OPTIONS = (*TEACHER_OPTIONS, KEYS, COMPUTE_TIMEOUT_S, LOG_FORMAT)
 _EXAMPLES = """examples:
   add two GPUs of another host to the server on 10.0.0.5, which was started with --worker-port 15556 --keys keys:
-    python -m teacher_server worker --broker 10.0.0.5:15556 --model /models/teacher --gpus 0,1 \\
+    gkd teacher worker --broker 10.0.0.5:15556 --model /models/teacher --gpus 0,1 \\
         --tensor-parallel-size 2 --keys bundles/host7
 
 signals: the first SIGTERM or Ctrl-C lets it finish its requests and exit; the second ends it at once.
@@ -52,7 +52,7 @@ exit code: 0 exited after finishing its requests, 1 refused by the broker or its
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(
-        "python -m teacher_server worker",
+        "gkd teacher worker",
         "Add one more copy of a model to a running teacher server.",
         _EXAMPLES,
         allow_abbrev=False,

@@ -1,8 +1,10 @@
-"""Describe a command as the user typed it: `gkd memory`, or `python -m gkd.tools.memory`."""
+"""Describe a command of `gkd`. `python -m MODULE` runs the same program."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from typing import Any
 
@@ -11,17 +13,17 @@ def command_parser(prog: str, description: str, epilog: str, **options: Any) -> 
     """Return a parser of this command line.
 
     Args:
-        prog: `python -m MODULE [COMMAND]`. Under `gkd.cli` the module is replaced, here and in the epilog.
+        prog: `gkd COMMAND`.
         epilog: examples, printed as they are.
         options: further arguments of ArgumentParser.
     """
-
-    module = " ".join(prog.split()[:3])
-
-    def typed(text: str) -> str:
-        return text.replace(module, sys.argv[0]) if sys.argv[0].startswith("gkd ") else text
-
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
-        prog=typed(prog), description=description, epilog=typed(epilog), formatter_class=raw, **options
-    )
+    return argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, formatter_class=raw, **options)
+
+
+def gkd_words() -> list[str]:
+    """Return the words that run `gkd` of this environment: its name if a shell finds it, else its path."""
+    own = os.path.join(os.path.dirname(sys.executable), "gkd")
+    if not os.path.isfile(own):  # the package is not installed
+        return [sys.executable, "-m", "gkd.cli"]
+    return ["gkd" if shutil.which("gkd") == own else own]

@@ -139,7 +139,7 @@ def _check(settings: ServerSettings) -> None:
     if not ipaddress.ip_address(settings.address).is_loopback and not settings.keys and not settings.insecure:
         raise SettingsError(
             f"--host {settings.host}: reachable from other machines, and without keys any client may use it. "
-            "Fix: use 127.0.0.1, or --keys DIR (made by `python -m teacher_server keygen DIR`), or --insecure in a "
+            "Fix: use 127.0.0.1, or --keys DIR (made by `gkd teacher keygen DIR`), or --insecure in a "
             "trusted network."
         )
     is_default = ipaddress.ip_address(ipv4("--metrics-host", settings.metrics_host)).is_loopback

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from teacher_server.engines.weight_files import FolderError, TensorEntry, read_entries, read_json, weight_files
+from teacher_server.vision.processor import ATTENDING_BOTH_WAYS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -148,8 +149,12 @@ _OTHERS_ON_CPU = ("llama4", "llama4_text", "hrm_text", "minimax_m3_vl_text")
 IMPRECISE_ON_CPU = ("apertus", "nemotron_h", "zamba2")
 
 
-def check_vllm_support(folder: Path, *, on_cpu: bool, dtype: str) -> None:
-    """Raise FolderError if vLLM lacks a kernel for the CPU or a package, or has other sliding windows."""
+def check_vllm_support(folder: Path, *, on_cpu: bool, dtype: str, images: bool = False) -> None:
+    """Raise FolderError if vLLM lacks a kernel for the CPU or a package, or has other sliding windows.
+
+    Args:
+        images: the model shall read images.
+    """
     config = read_json(folder / "config.json")
     text = {**config, **inner} if isinstance(inner := config.get("text_config"), dict) else config
     head_size = _head_size(text)
@@ -164,6 +169,9 @@ def check_vllm_support(folder: Path, *, on_cpu: bool, dtype: str) -> None:
     if kind in _OTHERS or (on_cpu and kind in _OTHERS_ON_CPU):
         problem = f"vLLM computes other logprobs of a {kind} model than transformers does."
         raise FolderError(folder, problem, "use another model.")
+    if on_cpu and images and kind in ATTENDING_BOTH_WAYS:
+        problem = f"vLLM's CPU attention is causal within an image, and that of a {kind} model is not."
+        raise FolderError(folder, problem, "use GPUs.")
     if on_cpu and dtype == "float32" and kind in IMPRECISE_ON_CPU:
         problem = f"vLLM's logprobs of a {kind} model are up to 0.07 nats off."
         raise FolderError(folder, problem, "set the dtype to bfloat16, whose rounding is larger.")

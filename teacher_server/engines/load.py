@@ -121,7 +121,7 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
         )
     folder = Path(settings.model)
     try:
-        check_vllm_support(folder, on_cpu=device == "cpu", dtype=dtype)
+        check_vllm_support(folder, on_cpu=device == "cpu", dtype=dtype, images=settings.images)
     except FolderError as error:
         raise FolderError(folder, error.problem, "use --engine hf.") from error
     if settings.max_tokens > (longest := longest_agreeing(folder)):

@@ -118,7 +118,7 @@ class BrokerLink:
                             raise Refusal(status, f"the teacher server: {error.text}. Fix: {fix}.")
                         await asyncio.sleep(max(error.retry_after_s, _RETRY_S))
         except TimeoutError as error:
-            text = f"no scores from {self.endpoint} within {LIMIT_S:g} s. Fix: see `python -m teacher_server status`."
+            text = f"no scores from {self.endpoint} within {LIMIT_S:g} s. Fix: see `gkd teacher status`."
             raise Refusal(503, text) from error
         finally:
             if answer is None or isinstance(answer[0], ErrorReply):
@@ -155,7 +155,7 @@ class BrokerLink:
     def _gone(self) -> str:
         return (
             f"no message from the teacher server {self.endpoint} for {_SILENT_BEATS * _BEAT_S:g} s. Fix: start it "
-            "again (python -m teacher_server); requests are accepted when it is back."
+            "again (gkd teacher); requests are accepted when it is back."
         )
 
     async def _run(self) -> None:

@@ -3,8 +3,9 @@
 A prompt has one placeholder for each image, which stands for as many tokens as the model computes features. Token ids
 are *expanded* everywhere but in the text: lengths, budgets and positions of rows are then those of the model.
 
-Three kinds of models are known. Qwen's read an image of any size as patches on a grid, and merge neighbors. LLaVA's cut
-each image to one size. InternVL cuts it to tiles of one size, and its tokens stand between two more.
+Four kinds of models are known. Qwen's read an image of any size as patches on a grid, and merge neighbors. LLaVA's cut
+each image to one size. InternVL cuts it to tiles of one size, and its tokens stand between two more. Gemma 3 cuts it to
+one size, too; its templates write a mark that stands for a text with line feeds and one placeholder.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 256 << 20
 _ON_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # Model types whose logprobs in vLLM and in transformers were compared: docs/vision.md.
-COMPARED = (*_ON_GRIDS, "llava", "internvl")
+COMPARED = (*_ON_GRIDS, "llava", "internvl", "gemma3")
+ATTENDING_BOTH_WAYS = ("gemma3",)  # a token of an image attends to all others of it
 # Why others are refused, where something is known.
 _DIFFERENCES = {
-    "gemma3": "it attends in both directions within an image, and so does vLLM on CUDA; the student has no such mask,"
-    " and vLLM attends causally on a CPU, so that logprobs of a random model differ by 0.25",
     "mistral3": "it reads an image in rows with a token behind each, and prompts are expanded without those",
     "pixtral": "it reads an image in rows with a token behind each, and prompts are expanded without those",
 }
@@ -75,12 +75,18 @@ class ImageProcessor:
         try:
             self._processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
             self._around = list[int](), list[int]()  # the tokens in front of those of an image, and behind them
-            if kind == "internvl":
+            self.written = "", ""  # what templates write for an image, and what the model's processor puts there
+            if kind in ("internvl", "gemma3"):
                 tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            if kind == "internvl":
                 self._around = [tokenizer.start_image_token_id], [tokenizer.end_image_token_id]
+            if kind == "gemma3":  # line feeds merge with those of the text
+                begin, place, end = tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token
+                self.written = begin, f"\n\n{begin}{place}{end}\n\n"
         except (OSError, ValueError, ImportError, AttributeError) as error:
             raise ImageError(f"its image processor cannot be loaded ({error})") from error
         self.model_type, self.token_id = config.model_type, int(config.image_token_id)
+        self.both_ways = kind in ATTENDING_BOTH_WAYS
         self._merged, self._size, self._fixed, self._tile = 1, 0, 0, 1
         if kind in _ON_GRIDS:
             self._merged = int(vision.spatial_merge_size) ** 2  # patches of a token
@@ -91,6 +97,10 @@ class ImageProcessor:
             self._size = int(vision.image_size[0])
             n_patches = (self._size // int(vision.patch_size[0])) ** 2
             self._tile = int(n_patches * config.downsample_ratio**2)  # tokens of a tile
+        elif kind == "gemma3":
+            self._size, self._fixed = int(vision.image_size), int(config.mm_tokens_per_image)
+            if (window := config.text_config.sliding_window) < self._fixed:
+                raise ImageError(f"an image has {self._fixed} tokens, and beyond its window of {window} vLLM is causal")
         else:
             self._size = int(vision.image_size)
             # The first feature of CLIP is of the whole image.

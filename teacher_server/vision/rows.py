@@ -30,6 +30,7 @@ class ImageRows:
     grids: Tensor | None  # [distinct, 3] int64
     order: tuple[int, ...]  # the distinct images, or their tiles, in the order of the flattened rows
     position_ids: Tensor | None  # [3, B, S] int64; None: those of text
+    token_types: Tensor | None  # [B, S] int64, 1 for tokens of images; None: attention is causal
 
 
 def image_rows(
@@ -70,6 +71,7 @@ def image_rows(
         torch.cat(grids).to(device) if grids else None,
         order,
         None if positions is None else positions.to(device),
+        (tokens == processor.token_id).long().to(device) if processor.both_ways else None,
     )
 
 
@@ -89,7 +91,8 @@ def forward_arguments(model: Any, rows: ImageRows) -> dict[str, Any]:
         out = base.get_image_features(rows.values, return_dict=True)
         features = [out.pooler_output[i] for i in rows.order]
         out.pooler_output = torch.stack(features) if isinstance(out.pooler_output, Tensor) else features
-        return {"mm_encoder_outputs": {"image": out}}
+        types = {} if rows.token_types is None else {"token_type_ids": rows.token_types}
+        return types | {"mm_encoder_outputs": {"image": out}}
     out = base.get_image_features(rows.values, rows.grids, return_dict=True)
     out.pooler_output = tuple(out.pooler_output[i] for i in rows.order)
     if getattr(out, "deepstack_features", None) is not None:

@@ -1,6 +1,6 @@
 """Read the CURVE keys of the server, its clients and its workers, and apply them to sockets.
 
-`python -m teacher_server keygen` writes the server's key folder:
+`gkd teacher keygen` writes the server's key folder:
 
     server.key  server.key_secret     key pair of the server
     clients/NAME.key                  allow-list of the client port     A client's key does not open
@@ -84,7 +84,7 @@ def load_peer_keys(folder: str | Path, role: Role) -> PeerKeys:
     if os.path.exists(folder / "server.key_secret"):  # False, and no error, in a folder without access
         raise KeysError(
             f"{folder}: this is the server's own key folder. Fix: give the bundle of a {role}, {folder}/bundles/NAME "
-            f"(created by: python -m teacher_server keygen {folder} --{role} NAME)."
+            f"(created by: gkd teacher keygen {folder} --{role} NAME)."
         )
     public, secret = _read_secret(folder / f"{role}.key_secret")
     return PeerKeys(server_public=_read_public(folder / "server.key"), public=public, secret=secret)
@@ -96,7 +96,7 @@ def read_allow_list(folder: Path, domain: Domain) -> tuple[dict[bytes, str], lis
     problems: list[str] = []
     try:
         if not (folder / domain).is_dir():
-            problems.append(f"{folder / domain}: no such folder. Fix: run `python -m teacher_server keygen {folder}`.")
+            problems.append(f"{folder / domain}: no such folder. Fix: run `gkd teacher keygen {folder}`.")
         files = sorted((folder / domain).glob("*.key"))
     except OSError as error:
         return {}, [f"{folder / domain}: {error}. Fix: give the server's user read access to this folder."]
@@ -233,6 +233,6 @@ def read_key_file(file: Path) -> tuple[bytes, bytes | None]:
 
 def _missing(file: Path) -> KeysError:
     return KeysError(
-        f"{file}: no such file. Fix: create it with `python -m teacher_server keygen` on the server's host; "
+        f"{file}: no such file. Fix: create it with `gkd teacher keygen` on the server's host; "
         "a client or worker needs the folder bundles/NAME that keygen prints."
     )

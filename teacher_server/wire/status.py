@@ -49,7 +49,7 @@ class TeacherStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Content of `python -m teacher_server status`. Counters start with the server."""
+    """Content of `gkd teacher status`. Counters start with the server."""
 
     epoch: str
     uptime_s: float

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 from tests.bench.command import parsed, parser
 from tests.bench.teacher_report import machine
 from tests.results import as_rows, write_results
-from tests.vision_models import picture, save_vision_model
+from tests.vision_models import missing, picture, save_vision_model
 
 PARTS = ("runs", "wire", "memory", "pixels")
 # A photograph of one megapixel: a smooth picture with some noise, as JPEG.
@@ -53,7 +52,7 @@ def runs() -> list[dict[str, Any]]:
 
     found = []
     for kind, engine, options in [*CI, *SLOW]:
-        if kind == "llava" or find_spec("torchvision"):
+        if not missing(kind):
             with tempfile.TemporaryDirectory() as root:
                 errors = compare(Path(root), kind, engine, options)
             row = {"model": kind, "server": engine or "local", "options": " ".join(options)}

@@ -21,6 +21,7 @@ from tests.dist.student_cases import build_student, same_weights, share, weights
 CUT = VOCAB - 50  # n_vocab of some tables
 # Folder -> whether sequences are packed. gpt2 has biases, learned positions and no rotary embedding.
 KINDS = {"qwen3": True, "qwen2_tied": False, "gpt2": True, "mistral3": True, "gemma3": False, "qwen2_5_vl": True}
+KINDS |= {"gemma2": True}  # capped logits, which hidden states do not give
 PARAMS = (
     ScoreParams("topk", k=8),
     ScoreParams("topk", k=20, mass=0.7, temperature=2.0, n_vocab=CUT),
@@ -29,6 +30,12 @@ PARAMS = (
     ScoreParams("logits", wire="fp16"),
     ScoreParams("hidden"),
 )
+
+
+def params_of(kind: str) -> tuple[ScoreParams, ...]:
+    return PARAMS[:-1] if kind == "gemma2" else PARAMS
+
+
 PLAIN = (ScoreParams("sampled"),)
 N_GIVEN = 3
 GIVEN = ScoreParams("topk", k=8, temperature=0.8, n_vocab=CUT, n_given=N_GIVEN, with_sampled=True)
@@ -108,12 +115,12 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     for kind, packing in KINDS.items():
         model = build(root / kind, packing=packing)
         for name, by_rank in distributions(world_size).items():
-            out["scores"][kind, name] = model.score([batch[i] for i in by_rank[rank]], PARAMS)
+            out["scores"][kind, name] = model.score([batch[i] for i in by_rank[rank]], params_of(kind))
         if kind == "qwen3":
             out["head"] = model.lm_head()
             out["sizes"] = (model.vocab_size, model.hidden_size, model.max_tokens)
             out["bad"] = _bad_input(model, batch, rank, world_size)
-    out["refused"] = [caught(lambda: build(root / "gemma2", packing=False)), caught(lambda: build(root / "nothing"))]
+    out["refused"] = [caught(lambda: build(root / "opt", packing=False)), caught(lambda: build(root / "nothing"))]
     out["refreshed"] = _refreshed(root, batch)
     if world_size == 1:
         out |= _once(root, batch)

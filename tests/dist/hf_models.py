@@ -53,7 +53,8 @@ def make_model_folder(folder: Path, kind: str, *, n_vocab: int = VOCAB, seed: in
     elif kind == "mamba":  # no attention at all
         model = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, **ids))
     else:  # gemma2: sliding windows, soft caps on scores and logits, scaled embeddings
-        config = tf.Gemma2Config(**sizes, **ids, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
+        capped = {"final_logit_softcapping": 2.0}
+        config = tf.Gemma2Config(**sizes, **ids, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, **capped)
         model = tf.Gemma2ForCausalLM(config)
     with torch.no_grad():
         for param in model.parameters():

@@ -19,9 +19,9 @@ VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 PAD = 16  # occurs inside sequences, as the end-of-turn token of models that pad with it
 TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
-KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3")
+KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3", "gemma3_text")
 # Normalized expert weights and experts in every layer; not normalized, and a dense first layer.
-MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe")
+MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe", "mixtral")
 
 
 def make_hf_folder(
@@ -58,8 +58,14 @@ def make_hf_folder(
         }
         model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters=rope))
     elif kind == "mistral":
-        config = tf.MistralConfig(**sizes, head_dim=16, tie_word_embeddings=False, sliding_window=None)
+        config = tf.MistralConfig(**sizes, head_dim=16, tie_word_embeddings=False, sliding_window=6)
         model = tf.MistralForCausalLM(config)
+    elif kind == "gemma3_text":
+        rope = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+        rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e2}
+        types = ["sliding_attention", "full_attention"] * (n_layers // 2)
+        options = {"sliding_window": 5, "layer_types": types, "query_pre_attn_scalar": 7, "pad_token_id": PAD}
+        model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**sizes, **options, head_dim=16, rope_parameters=rope))
     elif kind == "smollm3":
         none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
         model = tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**sizes, **none, no_rope_layers=[1, 0] * n_layers))
@@ -85,6 +91,8 @@ def make_hf_folder(
         experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}
         config = tf.Qwen2MoeConfig(**sizes, **experts, tie_word_embeddings=False)
         model = tf.Qwen2MoeForCausalLM(config)
+    elif kind == "mixtral":
+        model = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, num_local_experts=6, num_experts_per_tok=3))
     elif kind in MOE_KINDS:
         mixed = kind == "qwen3_moe_mixed"
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -181,20 +189,13 @@ def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
     return (p * (p.log() - picked)).sum() + (p_rest * (p_rest.log() - q_rest.log())).sum()
 
 
-def by_file_name(model: torch.nn.Module, value: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
+def by_file_name(model: Any, value: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
     """Return copies of `value(parameter)` by the names in the files: transformers fuses experts, files do not."""
-    tensors = {}
-    for name, param in (*model.named_parameters(), *_corrections(model)):
-        tensor = value(param).detach().clone()
-        prefix, _, leaf = name.rpartition(".")
-        if not prefix.endswith(".experts"):
-            tensors[name] = tensor
-            continue
-        parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else ["down_proj"]
-        for number, expert in enumerate(tensor):
-            for part, half in zip(parts, expert.chunk(len(parts)), strict=True):
-                tensors[f"{prefix}.{number}.{part}.weight"] = half
-    return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    params = (*model.named_parameters(), *_corrections(model))
+    named = {name: value(param).detach().clone() for name, param in params}
+    return dict(revert_weight_conversion(model, named))
 
 
 @dataclass

@@ -82,7 +82,7 @@ def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[
     out["from base"] = max(float((a - b).abs().max()) for a, b in zip(*tables, strict=True))
     out["bad"] = caught(lambda: base(student, [replace(r, response_ids=r.response_ids[:0]) for r in share[:rank]]))
     capped = LoraConfig(rank=2, targets=["q_proj"])  # its logits are soft-capped after the LM head
-    gemma2 = build("gemma2", packing=False, fused_lm_head=False, lora=capped, loss=LossSpec(temperature=TEMPERATURE))
+    gemma2 = build("gemma2", packing=False, lora=capped, loss=LossSpec(temperature=TEMPERATURE))
     out["gemma2"] = base(gemma2, share, packing=False)
     return out
 

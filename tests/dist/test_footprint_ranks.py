@@ -78,7 +78,9 @@ CASES = [
     Case("megatron", "qwen3", "float32", tp=2, sequence_parallel=True),
     Case("megatron", "qwen2", "bfloat16", packed=False, cp=2),
     Case("megatron", "qwen3", "bfloat16", cp=2, recompute="selective"),
+    Case("megatron", "gemma3_text", "bfloat16"),
     Case("fsdp2", "qwen2", "float32"),
+    Case("fsdp2", "gemma3_text", "bfloat16", packed=False),
     Case("fsdp2", "qwen3", "bfloat16", packed=False),
     Case("fsdp2", "qwen3_moe", "float32", packed=False),
     Case("fsdp2", "qwen2", "bfloat16", recompute="full"),
@@ -160,6 +162,7 @@ def _save_models(root: Path) -> None:
             "qwen2": tf.Qwen2ForCausalLM(tf.Qwen2Config(**del_head, **layers)),
             "tied": tf.Qwen2ForCausalLM(tf.Qwen2Config(**del_head | layers | {"tie_word_embeddings": True})),
             "qwen3": tf.Qwen3ForCausalLM(tf.Qwen3Config(**SIZES, **layers)),
+            "gemma3_text": tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SIZES, **layers)),
             "qwen3_moe": tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SIZES, **layers, **experts)),
         }
         for kind, model in models.items():

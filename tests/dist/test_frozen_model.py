@@ -27,6 +27,7 @@ from tests.dist.frozen_cases import (
     PLAIN,
     distributions,
     measure,
+    params_of,
     sequences,
     with_masks,
     with_top_ids,
@@ -49,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("frozen")
     for kind in ("qwen3", "qwen2_tied"):
         make_hf_folder(root / kind, kind)
-    for kind in ("gpt2", "gemma2", "falcon", "mixtral", "olmo2", *IMAGE_KINDS):
+    for kind in ("gpt2", "gemma2", "opt", "falcon", "mixtral", "olmo2", *IMAGE_KINDS):
         make_model_folder(root / kind, kind)
     make_hf_folder(root / "qwen3_other", "qwen3")
     tensors = load_file(root / "qwen3" / "model.safetensors")
@@ -114,7 +115,7 @@ def difference(one: Any, two: Any) -> float:
 def test_scores_equal_those_of_the_servers_engine(root: Path, ranks: Any, world_size: int, kind: str) -> None:
     """Fails if a row is off by one, packed sequences see one another, an uneven distribution mixes up sequences, or the
     LM head's chunks, temperature or n_vocab differ from the server's."""
-    expected = engine_scores(root / kind, PARAMS)
+    expected = engine_scores(root / kind, params_of(kind))
     worst = 0.0
     for name, by_rank in distributions(world_size).items():
         for rank, indices in enumerate(by_rank):
@@ -237,10 +238,10 @@ def test_a_refresh_uses_the_ranks_cores(ranks: Any) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_unsupported_models_are_refused(ranks: Any, world_size: int) -> None:
-    """Fails if a model with soft-capped logits is scored without the cap, or only some ranks refuse a folder."""
+    """Fails if a model is scored without what it does before or after its LM head, or only some ranks refuse it."""
     for rank in ranks[world_size]:
-        capped, nothing = rank["refused"]
-        assert capped[0] == "ConfigError" and capped[1].startswith("teacher.path")
+        other, nothing = rank["refused"]
+        assert other[0] == "ConfigError" and other[1].startswith("teacher.path")
         assert nothing[0] == "ModelError" and "config.json" in nothing[1]
     kind, text = ranks[1][0]["packs"]
     assert kind == "ConfigError" and text.startswith("actor.packing")

@@ -31,7 +31,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for fused in (False, True):
         megatron_model.is_fused = lambda layers, device, on=fused: on and layers == "auto"
-        for kind in ("qwen3", "qwen3_moe"):
+        for kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             student = build_student("megatron", root / kind, rank, world_size)
             classes = {type(module).__name__ for _, module in student.model.named_modules()}
             assert ("GroupedExperts" in classes) == (fused and kind == "qwen3_moe")
@@ -48,6 +48,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
     """Fails if a compiled kernel computes other numbers: a wrong position in a pack, a wrong derivative."""
     make_hf_folder(tmp_path / "qwen3", "qwen3")
+    make_hf_folder(tmp_path / "gemma3_text", "gemma3_text")
     make_model_folder(tmp_path / "qwen3_moe", "qwen3_moe")
     (found,) = run_ranks(_measure, 1, tmp_path, timeout_s=400.0)
     for (kind, how, fused), (logprobs, grads) in found.items():

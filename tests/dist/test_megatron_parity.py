@@ -33,7 +33,13 @@ N_STEPS = 5
 # name -> (world size, tp, pp)
 LAYOUTS = {"tp1": (1, 1, 1), "tp2": (2, 2, 1), "pp2": (2, 1, 2), "dp2": (2, 1, 1), "tp2_pp2": (4, 2, 2)}
 # Tested in these layouts only; the others are tested in all.
-SOME_LAYOUTS = {"llama3_rope": ("tp1",), "smollm3": ("pp2",), "olmo2": ("tp2", "pp2"), "ministral3": ("pp2",)}
+SOME_LAYOUTS = {
+    "llama3_rope": ("tp1",),
+    "smollm3": ("pp2",),
+    "olmo2": ("tp2", "pp2"),
+    "ministral3": ("pp2",),
+    "gemma3_text": ("pp2",),
+}
 
 
 def kinds_of(layout: str) -> list[str]:
@@ -98,7 +104,7 @@ def _measure(
             dtype=torch.float32,
             device=rank_device(),
             seed=1,
-            recompute="full" if kind in ("qwen3", "ministral3") else "none",
+            recompute="full" if kind in ("qwen3", "ministral3", "gemma3_text") else "none",
         )
         result: dict[str, Any] = {}
         result["coordinates"] = (layout.tp_rank, layout.pp_rank, layout.dp_rank)

@@ -34,6 +34,7 @@ CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("qwen3_5", "trained", False, {}),
     ("internvl", "trained", True, {}),
     ("internvl", "frozen", False, {"recompute": "full"}),
+    ("gemma3", "trained", False, {}),
 ]
 
 

@@ -28,6 +28,7 @@ from gkd.metrics.catalog import EVERY_STEP, ROWS
 from gkd.metrics.span_file import read_spans
 from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
+from teacher_server.config.command import gkd_words
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
 from tests.e2e.exactness import check_export, check_taken, steps_of
 from tests.e2e.killed_main import Fault, is_engine_child, with_faults
@@ -78,7 +79,7 @@ def test_the_terminal_shows_the_run_and_nothing_foreign(base_run: Path, lab: Lab
     foreign = ("\x1b", "%|", "it/s]", "WARNING", "Warning", "[W", "Triton")
     assert not [line for line in lines if any(mark in line for mark in foreign)]
     assert all(str(path) in closing for path in (base_run / "export", base_run / "checkpoints" / "step_00000004"))
-    assert lines[-1].split() == [sys.executable, "-m", "gkd.tools.split", str(base_run)]
+    assert lines[-1].split() == [*gkd_words(), "report", str(base_run)]
 
 
 def test_the_run_folder_describes_the_run(base_run: Path, lab: Lab) -> None:

@@ -21,6 +21,7 @@ from gkd.errors import ConfigError, RankFailed
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
+from tests import device
 from tests.dist.helpers import caught
 from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
 from tests.dist.megatron_reference import read_model
@@ -60,8 +61,8 @@ def _rollout_engine(folder: Path, tp: int = 1, *, lora: LoraConfig | None = None
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.vllm.engine import RolloutEngine
 
-    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp)
-    place = {"dtype": dtype, "max_model_len": 32, "device": "cpu", "eos_ids": [1], "lora": lora}
+    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp, enforce_eager=device.on_stand_in())
+    place = {"dtype": dtype, "max_model_len": 32, "device": device.kind(), "eos_ids": [1], "lora": lora}
     return RolloutEngine(str(folder), config, **place)
 
 
@@ -236,18 +237,20 @@ def test_linear_attention_on_a_cpu(tmp_path: Path) -> None:
 
 def _synced_in_16_bits(folder: Path, later: Path) -> tuple[bool, list[Any]]:
     """Run in a child process: return whether the engine holds what was sent, buffers in their own dtype; rollouts."""
-    from gkd.weight_sync.buckets import differing
+    from gkd.weight_sync.buckets import differing, digest
     from tests.e2e.weight_sender import WeightSender
 
     engine = _rollout_engine(folder, dtype="bfloat16")
-    tensors = load_file(later / SINGLE)
-    sent, _ = WeightSender(engine).push({n: t if n.endswith("_bias") else t.bfloat16() for n, t in tensors.items()}, 1)
+    tensors = {n: t if n.endswith("_bias") else t.bfloat16() for n, t in load_file(later / SINGLE).items()}
+    WeightSender(engine).push(tensors, 1)
+    sent = {name: digest(tensor, torch.device(device.kind())) for name, tensor in tensors.items()}
     return not differing(sent, engine.digests()), _rollouts(engine)
 
 
 def test_latents_and_a_bias_in_full_precision_are_synced_in_16_bits(tmp_path: Path) -> None:
     """Fails if a router's bias in float32 is taken for another one, or the engine keeps products of old weights."""
-    sizes = {"kv_lora_rank": 512, "q_lora_rank": 16, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    # Sizes for which vLLM has kernels on CPUs and GPUs.
+    sizes = {"kv_lora_rank": 512, "q_lora_rank": 16, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128}
     sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
     groups = {"n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05}
     folders = [tmp_path / "a", tmp_path / "b"]

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from gkd.run.rollout_file import read_sequences
 from gkd.types import Rollout, TeacherScores
+from tests import device
 from tests.e2e.conftest import ALONE
 from tests.e2e.exactness import check_export
 from tests.service.harness import ServerProcess
-from tests.vision_models import picture, save_vision_model
+from tests.vision_models import missing, picture, save_vision_model
 from tests.vision_reference import add_adapters, logits_of, train
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
@@ -53,6 +55,7 @@ SLOW = [
     ("qwen2_5_vl", "vllm", (TRAINED, "trainer.n_gpus_per_node=2", "trainer.scheduler=one_step_off")),
     ("internvl", "vllm", (TRAINED,)),
     ("internvl", "hf", ("trainer.n_gpus_per_node=2",)),
+    ("gemma3", "vllm", (TRAINED,)),  # on cards alone
 ]
 CASES = [*CI, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
@@ -62,7 +65,6 @@ class Folder:
     """Models and rows of a run."""
 
     root: Path
-    kind: str
 
     @property
     def student(self) -> Path:
@@ -79,11 +81,13 @@ class Folder:
             *(f"data.train_files=[{self.root}/train.jsonl]", f"data.val_files=[{self.root}/train.jsonl]"),
             *("data.images_key=images", "data.truncation=drop", "data.max_prompt_length=128"),
             *("data.max_response_length=10", f"model.path={self.student}", "model.dtype=float32"),
-            *("trainer.device=cpu", "trainer.total_steps=3", "trainer.global_batch_size=6", "trainer.total_epochs=9"),
-            *(f"trainer.run_dir={run_dir}", "trainer.record_batches=true", "actor.strategy=fsdp2"),
-            *("actor.micro_batch_size=4", "actor.optim.lr=0.003", "actor.optim.eps=1e-4", "rollout.n=2"),
+            *(f"trainer.device={device.kind()}", "trainer.total_steps=3", "trainer.global_batch_size=6"),
+            *("trainer.total_epochs=9", f"trainer.run_dir={run_dir}", "trainer.record_batches=true"),
+            *("actor.strategy=fsdp2", "actor.micro_batch_size=4", "actor.optim.lr=0.003"),
+            *("actor.optim.eps=1e-4", "rollout.n=2"),
             *("rollout.max_num_seqs=16", "rollout.kv_cache_mib=32", "teacher.topk=64", "trainer.cpu_cores=1"),
             *("weight_sync.bucket_mib=1", "weight_sync.verify=always"),
+            *(("rollout.enforce_eager=true",) if device.on_cuda() else ()),
             *((f"teacher.store={self.root}/store",) if SCORED in options else ()),
             *((f"teacher.server_port={port}", "teacher.wire=fp32") if port else (f"teacher.path={self.teacher}",)),
         ]
@@ -97,7 +101,7 @@ class Folder:
 
 def make_folder(root: Path, kind: str) -> Folder:
     """Save student, teacher and rows of four forms, one of them without images."""
-    made = Folder(root, kind)
+    made = Folder(root)
     for seed, folder in ((1, made.student), (5, made.teacher)):
         folder.mkdir()
         save_vision_model(folder, kind, seed=seed)
@@ -166,9 +170,10 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
     """
     folder = make_folder(root, kind)
     if engine:
-        flags = "--images", "--engine", engine, "--dtype", "float32"
+        flags = ["--images", "--engine", engine, "--dtype", "float32", "--device", device.kind()]
+        flags += ["--kv-cache-mib", "32"] if engine == "vllm" else []
         program = "gkd.cli score" if SCORED in options else "gkd.main_gkd"
-        with ServerProcess(folder.teacher, root, options=flags) as server:
+        with ServerProcess(folder.teacher, root, options=tuple(flags)) as server:
             run_dir = folder.run(server.port, *options, program=program)
     if SCORED in options or not engine:
         run_dir = folder.run(server.port if engine else 0, *options)
@@ -187,6 +192,11 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
     weights = {name.replace("vision_tower.vision_model.", "vision_tower."): each for name, each in weights.items()}
     assert weights.keys() <= named.keys()
     export_error = max(float((named[name] - weight).abs().max()) for name, weight in weights.items())
+    if LORA in options:
+        base = AutoModelForImageTextToText.from_pretrained(folder.student)
+        adapted = PeftModel.from_pretrained(base, str(run_dir / "export/adapter"))
+        assert not any(isinstance(layer, LoraLayer) for layer in adapted.base_model.model.model.vision_tower.modules())
+        assert any(isinstance(layer, LoraLayer) for layer in adapted.modules())
     loss_error = float(np.abs(own / np.array(losses) - 1).max())
     return {"loss": loss_error, "engine": engine_error, "teacher": teacher_error, "export": export_error}
 
@@ -194,8 +204,8 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
 @pytest.mark.parametrize(("kind", "engine", "options"), CASES)
 def test_a_run_equals_plain_transformers(tmp_path: Path, kind: str, engine: str, options: tuple[str, ...]) -> None:
     """Fails if engine, teacher or student reads other pixels or positions, or the export lacks what was trained."""
-    if kind != "llava" and find_spec("torchvision") is None:
-        pytest.skip("needs torchvision")
+    if why := missing(kind):
+        pytest.skip(why)
     errors = compare(tmp_path, kind, engine, options)
     assert errors["loss"] < 2e-6
     assert max(errors["engine"], errors["teacher"]) < 2e-5

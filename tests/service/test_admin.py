@@ -251,15 +251,15 @@ def test_a_keyed_server_refuses_a_client_without_keys_and_prints_the_right_comma
         assert server.process.stdout is not None
         ready, line = (server.process.stdout.readline().decode() for _ in range(2))
         words = shlex.split(line.removeprefix("status: "))
-        assert ready.startswith("ready: ") and words[1:4] == ["-m", "teacher_server", "status"]
+        assert ready.startswith("ready: ") and words[1:3] == ["teacher", "status"]
         assert words[-2:] == ["--keys", str(tmp_path / "keys/bundles/c")]
-        assert json.loads(run(*words[3:], "--json").stdout)["workers"]
+        assert json.loads(run(*words[2:], "--json").stdout)["workers"]
 
 
 def test_the_status_command_replaces_the_wildcard_address_and_a_missing_bundle(tmp_path: Path) -> None:
     """Fails if the printed command connects to 0.0.0.0, or names a bundle that was copied to its host and deleted."""
     words = shlex.split(status_command("0.0.0.0", 15777, str(tmp_path)))
-    assert words[3:] == ["status", "--server", "127.0.0.1:15777", "--keys", str(tmp_path / "bundles/NAME")]
+    assert words[1:] == ["teacher", "status", "--server", "127.0.0.1:15777", "--keys", str(tmp_path / "bundles/NAME")]
     assert "--keys" not in status_command("10.0.0.5", 15777, None)
 
 

@@ -244,8 +244,8 @@ def test_another_service_on_the_port_is_reported() -> None:
         ("gkd train", "gkd teacher"),
         ("bash launch/train.sh", "bash launch/teacher.sh"),
         ("bash '/a b/launch/train.sh'", "bash '/a b/launch/teacher.sh'"),
-        ("", "python -m teacher_server"),
-        ("my_train_job", "python -m teacher_server"),
+        ("", "gkd teacher"),
+        ("my_train_job", "gkd teacher"),
     ],
 )
 def test_the_command_of_a_server_is_one_that_the_user_has(

@@ -218,13 +218,13 @@ def test_the_fingerprint_of_an_own_engine_depends_on_its_weights(tmp_path: Path,
 def test_help_shows_examples(name: str) -> None:
     """Fails if a command's --help shows no example to copy."""
     done = subprocess.run(command(name, "--help"), capture_output=True, text=True, timeout=20, check=True)
-    assert "example" in done.stdout and "  python -m teacher_server" in done.stdout
+    assert "example" in done.stdout and "  gkd teacher" in done.stdout
 
 
 def test_the_main_help_lists_the_commands(tiny_model: Path) -> None:
     """Fails if --help without a command lacks a first example or the other commands."""
     done = subprocess.run(server_command(tiny_model, "--help"), capture_output=True, text=True, timeout=20, check=True)
-    assert "python -m teacher_server --model models/tiny --port 15555" in done.stdout
+    assert "gkd teacher --model models/quickstart/teacher --port 15555" in done.stdout
     assert all(name in done.stdout for name in ("worker ", "status ", "drain ", "keygen "))
 
 

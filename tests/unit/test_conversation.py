@@ -470,7 +470,7 @@ def test_cut_prompts_are_counted_and_shown_as_they_are_used(tmp_path: Path, gkd_
     reader = RowReader(DataConfig(max_prompt_length=62, truncation="left"), CHATML)
     prompts, _ = load_prompts([str(tmp_path / "p.jsonl")], "data.train_files", reader)
     shown, cut = (record.getMessage() for record in gkd_log.records[-2:])
-    assert repr(CHATML.decode(prompts[0].token_ids)) in shown and SYSTEM["content"] not in shown
+    assert CHATML.decode(prompts[0].token_ids) in shown and SYSTEM["content"] not in shown
     assert [int(word) for word in cut.split() if word.isdigit()] == [4, 2], "the second one keeps a text without header"
 
 

@@ -255,7 +255,7 @@ def test_without_ray(
     """Fails if an environment without Ray ends in a traceback."""
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "x.yaml").write_text("{}\n")
-    assert main(["--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cpu"]) == 1
+    assert main(["--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cpu"]) > 0
     assert "Ray" in capsys.readouterr().err
 
 

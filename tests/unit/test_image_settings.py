@@ -9,7 +9,9 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.hf.model_folder import check_engines
 from gkd.preflight.images import check_image_processors, image_reader
+from gkd.preflight.student import chosen
 from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.vision.images import ImageError
 from teacher_server.vision.processor import ImageProcessor
@@ -17,6 +19,7 @@ from tests.refusals import refuses
 from tests.vision_models import save_vision_model
 
 IMAGES = ("data.images_key=images", "actor.strategy=fsdp2", "data.truncation=drop")
+NAMES = Path(__file__).resolve().parents[1] / "torchvision_names"
 PAIR = "teacher.tokenizer=teacher"
 REFUSED = [
     (("actor.strategy=megatron",), "data.images_key"),
@@ -56,7 +59,7 @@ def test_teachers_with_another_processor(tmp_path: Path) -> None:
         with refuses("teacher.name"):
             check_image_processors(config, [info])
     own = json.loads((folder / "config.json").read_text())
-    for kind, words in (("gemma3", "causally"), ("qwen3", "no images")):
+    for kind, words in (("mistral3", "behind each"), ("qwen3", "no images")):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.json").write_text(json.dumps(own | {"model_type": kind}))
         other = ["data.train_files=[a]", f"model.path={tmp_path / kind}", "trainer.run_dir=r", *IMAGES]
@@ -76,3 +79,22 @@ def test_a_folder_of_tiles(tmp_path: Path, file: str, what: str, old: str, new: 
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(ImageError, match=what):
         ImageProcessor(str(tmp_path))
+
+
+def test_images_of_gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if tokens of an image would attend causally in a pack, or in an engine on a CPU or beyond its window."""
+    settings = [f"model.path={save_vision_model(tmp_path, 'gemma3')}", "data.train_files=[a]", "trainer.run_dir=r"]
+    config = load_config(None, [*settings, *IMAGES, "data.max_prompt_length=99", "data.max_response_length=9"])
+    assert chosen(config).actor.packing is False
+    with refuses("actor.packing"):
+        chosen(config.with_values({"actor.packing": True}))
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"sliding_window": 16', '"sliding_window": 3'))
+    with pytest.raises(ImageError, match="window of 3"):
+        ImageProcessor(str(tmp_path))
+    monkeypatch.syspath_prepend(NAMES)  # vLLM needs torchvision
+    check_engines(config, "cuda")
+    check_engines(config.with_values({"data.images_key": ""}), "cpu")
+    with refuses("model.path") as caught:
+        check_engines(config, "cpu")
+    assert "causal" in caught.value.problem

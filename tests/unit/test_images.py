@@ -41,7 +41,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 PLAIN = Image.open(io.BytesIO(picture(20, 30)))
 FILES = {"a.png": picture(40, 50, 1), "b.png": picture(70, 90, 2)}
 URL = "data:image/png;base64," + base64.b64encode(FILES["a.png"]).decode()
-KINDS = ("llava", "begins", "qwen3_vl", "internvl")
+KINDS = ("llava", "begins", "qwen3_vl", "internvl", "gemma3")
 
 
 def encoded(image: Image.Image, form: str, orientation: int = 0, **options: Any) -> bytes:
@@ -175,26 +175,26 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "gemma3"])
 def test_the_expansion_is_that_of_transformers(here: Path, kind: str) -> None:
     """Fails if the student, the engine or the teacher would get another number of tokens than the model's processor."""
     ours, tokenizer = ImageProcessor(str(here / kind)), AutoTokenizer.from_pretrained(here / kind)
     pixels = AutoImageProcessor.from_pretrained(here / kind)
-    mark, rng = tokenizer.convert_ids_to_tokens(ours.token_id), random.Random(1)
+    mark, rng = ours.written[0] or tokenizer.convert_ids_to_tokens(ours.token_id), random.Random(1)
     images = [EncodedImage(picture(rng.randrange(4, 400), rng.randrange(4, 400), i)) for i in range(50)]
     for own in [*([image] for image in images), *(images[at : at + 3] for at in range(0, 48, 3))]:
-        text, decoded = f" b{mark}" * len(own) + " c", [decode(image.data) for image in own]
-        if kind == "llava":
+        text, decoded = f"\n{mark} b\n\n" * len(own) + " c", [decode(image.data) for image in own]
+        if kind in ("llava", "gemma3"):
             expected = AutoProcessor.from_pretrained(here / kind)(text=text, images=decoded)["input_ids"][0]
         elif kind == "internvl":  # AutoProcessor of InternVL and Qwen needs torchvision; these are their rules.
             tiles = pixels(images=decoded, crop_to_patches=True, return_tensors="pt")["num_patches"]
-            shown = (f" b<|vision_start|>{mark * 4 * n}<|vision_end|>" for n in tiles.tolist())
+            shown = (f"\n<|vision_start|>{mark * 4 * n}<|vision_end|> b\n\n" for n in tiles.tolist())
             expected = tokenizer("".join(shown) + " c")["input_ids"]
         else:
             grids = pixels(images=decoded, return_tensors="pt")["image_grid_thw"]
             numbers = (grids.prod(-1) // pixels.merge_size**2).tolist()
-            expected = tokenizer("".join(f" b{mark * n}" for n in numbers) + " c")["input_ids"]
-        ids = ours.expand(tokenizer(text)["input_ids"], own)
+            expected = tokenizer("".join(f"\n{mark * n} b\n\n" for n in numbers) + " c")["input_ids"]
+        ids = ours.expand(tokenizer(text.replace(*ours.written))["input_ids"], own)
         assert ids == list(expected)
         ours.check(np.array(ids), own)
 

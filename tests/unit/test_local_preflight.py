@@ -85,6 +85,6 @@ def test_what_cannot_be_packed_or_is_not_there(tmp_path: Path) -> None:
     with refuses("actor.packing"):
         look(make_model_folder(tmp_path / "falcon", "falcon"))
     with refuses("teacher.path"):
-        look(make_model_folder(tmp_path / "gemma2", "gemma2"))
+        look(make_model_folder(tmp_path / "opt", "opt"))
     with refuses("teacher.path", str(tmp_path / "nothing")):
         look(tmp_path / "nothing")

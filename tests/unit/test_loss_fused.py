@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.errors import DataError, NumericsError
 from gkd.loss import chunked
+from gkd.loss.chunked import capped
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
@@ -79,6 +80,33 @@ def test_inputs_and_targets_are_not_changed(signal: Signal) -> None:
     for name in ("topk_logprobs", "topk_ids", "tail_mass", "logits", "hidden", "sampled_logprobs", "sampled_ids"):
         value, expected = getattr(targets, name), getattr(before, name)
         assert value is expected is None or torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("cap", [0.5, None])
+@pytest.mark.parametrize("temperatures", [(), (0.7, 1.4)])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_bias_and_soft_cap_are_those_of_whole_logits(
+    signal: Signal, temperatures: tuple[float, ...], cap: float | None
+) -> None:
+    """Fails if a chunk's gradient leaves out the cap's slope, or a route's temperature divides before cap and bias."""
+    batch = Batch()
+    loss = batch.loss(replace(SPEC, temperatures=temperatures), signal, 3)
+    targets = replace(batch.targets(signal, 0.7), routes=torch.arange(len(batch.hidden)) % 2 if temperatures else None)
+    results = []
+    for fused in (True, False):
+        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+        bias = torch.linspace(-1, 1, len(head), dtype=head.dtype, requires_grad=True)
+        if fused:
+            total, sums = loss.from_hidden(hidden, head, targets, bias=bias, cap=cap)
+        else:
+            total, sums = loss.from_logits(capped(hidden @ head.T + bias, cap), targets)
+        total.backward()
+        results.append((total.detach(), sums, hidden.grad, head.grad, bias.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        evaluated = loss.from_hidden(batch.hidden, batch.head, targets, bias=bias, cap=cap)[0]
+    torch.testing.assert_close(evaluated, results[1][0])
 
 
 @pytest.mark.parametrize("signal", SIGNALS)

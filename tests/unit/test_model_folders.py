@@ -420,16 +420,3 @@ def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) ->
     with refuses("rollout.tp") as caught:
         check_student(config.with_values({"rollout.tp": 2}))
     assert "23" in str(caught.value)
-
-
-def test_a_sliding_window_shorter_than_a_sequence(folders: Path, tmp_path: Path) -> None:
-    """Fails if a Mistral is trained with full attention on sequences longer than its window."""
-    folder = tmp_path / "window"
-    shutil.copytree(folders / "mistral", folder)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 32}))
-    check_student(_four_ranks(folder))
-    (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 31}))
-    with refuses("model.path") as caught:
-        check_student(_four_ranks(folder))
-    assert "sliding_window = 31" in str(caught.value) and "32" in str(caught.value)

@@ -97,7 +97,7 @@ def test_a_wrong_function_is_refused(name: str, found: str) -> None:
 
 
 def test_the_start_is_refused(tmp_path: Path) -> None:
-    """Fails if a run with a wrong function starts, or first tokenizes all prompts."""
+    """Fails if a run with a wrong function starts, or the function is behind the prompts in the list."""
     settings = ["data.train_files=[none.jsonl]", "model.path=none", "teacher.backend=local", "teacher.path=none"]
     config = load_config(None, [*settings, f"trainer.run_dir={tmp_path}", f"distill.loss={__name__}:counting"])
     with refuses("distill.loss"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -69,17 +68,7 @@ def test_children_die_with_their_parent() -> None:
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_failed_child_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """If it fails, the quickstart continues after a failed part, or waits for a dead server."""
+def test_a_failed_child_is_an_error() -> None:
+    """If it fails, the quickstart continues after a failed part."""
     with pytest.raises(ClusterError):
         processes.run([sys.executable, "-c", "raise SystemExit(3)"], "making tea")
-    process = processes.start([sys.executable, "-c", "raise SystemExit(4)"], log=tmp_path / "log")
-    with pytest.raises(ClusterError):
-        processes.wait_for_file(tmp_path / "ready", process, "the server", timeout_s=30)
-    sleeper = processes.start(["sleep", "300"])
-    began = time.monotonic()
-    with pytest.raises(ClusterError):
-        processes.wait_for_file(tmp_path / "ready", sleeper, "the server", timeout_s=0.3)
-    assert time.monotonic() - began < 60
-    sleeper.kill()
-    sleeper.wait()

@@ -95,7 +95,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = tokenizer["model"]["vocab"]
     vocab["w1"], vocab["w2"] = vocab["w2"], vocab["w1"]
     (root / "strange" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    make_model_folder(root / "gemma2", "gemma2")
+    make_model_folder(root / "opt", "opt")
     return root
 
 
@@ -130,10 +130,10 @@ def test_invalid_folders(root: Path, name: str, changes: tuple[str, ...], key: s
 
 
 @pytest.mark.parametrize("key", ["model.path", "reference.path"])
-def test_soft_capped_logits_are_refused(root: Path, key: str) -> None:
-    """Fails if only the ranks detect soft-capped logits, or the fix is that of a teacher."""
+def test_a_head_within_the_model_is_refused(root: Path, key: str) -> None:
+    """Fails if only the ranks detect a head that is not applied last, or the fix is that of a teacher."""
     with pytest.raises(ConfigError) as caught:
-        check(root, "actor.packing=false", f"{key}={root / 'gemma2'}")
+        check(root, "actor.packing=false", f"{key}={root / 'opt'}")
     assert caught.value.key == key and "actor.lora.rank" in caught.value.fix
 
 

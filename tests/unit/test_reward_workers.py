@@ -180,7 +180,7 @@ def test_functions_are_imported_before_the_start(config: Config, path: str) -> N
     """Fails if a typing error in a path is found after the models are loaded."""
     wrong = load_config(None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{path}'}}]"])
     with refuses("reward.functions"):
-        check_functions(wrong)
+        check_functions(wrong, "reward.functions", wrong.derived.rewards)
 
 
 def test_a_function_does_not_change_what_the_next_one_reads(config: Config) -> None:
@@ -223,7 +223,7 @@ def test_a_function_of_verl_is_refused(config: Config) -> None:
         None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{HERE}:compute_score'}}]"]
     )
     with refuses("reward.functions"):
-        check_functions(wrong)
+        check_functions(wrong, "reward.functions", wrong.derived.rewards)
 
 
 def case(response: str, answer: object, *, truncated: bool = False) -> Case:

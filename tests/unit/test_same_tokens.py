@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gkd.config.load import load_config
 from gkd.config.schema import Route
+from gkd.config.schema_rollout import MOST_MASKED
 from gkd.errors import ConfigError
 from gkd.preflight.teacher import check_masked, check_teacher, shared_ids
 from gkd.scoring.teacher.info import TeacherInfo
@@ -58,7 +59,9 @@ def test_masked_tokens_are_refused_in_the_data(eos_ids: list[int], prompt: Promp
     """Fails if a run asks for a token that it never generates, or that the teacher cannot read."""
     config = load_config(None, ["model.path=m"])
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
-        check_masked(config, 9, eos_ids, [prompt])
+        check_masked(config, 9, eos_ids, [prompt], n_masked=MOST_MASKED)
+    with pytest.raises(ConfigError, match="2049 rows"):
+        check_masked(config, 9, eos_ids, [prompt], n_masked=MOST_MASKED + 1)
 
 
 def _tokenizer(vocab: dict[str, int]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -20,6 +21,7 @@ from gkd.errors import ClusterError, TeacherUnavailable
 from gkd.run.checkpoints import CheckpointStore
 from gkd.tools.memory import main as memory
 from gkd.tools.split import _parse as parse_split
+from teacher_server.config.command import gkd_words
 from tests.unit.checkpoint_files import commit
 from tests.unit.console_runs import line, run
 from tests.unit.world import PROMPTS, World, make
@@ -113,7 +115,7 @@ def test_the_command_that_resumes_a_run(
     monkeypatch.delenv(COMMAND_ENV, raising=False)
     (command,) = closed(tmp_path, code, capsys, "trainer.resume=never", "data.prompt_key=the question")
     expected = ["--config", "my file.yaml", "data.prompt_key=the question", "trainer.resume=auto"]
-    assert shlex.split(command) == [sys.executable, "-m", "gkd.main_gkd", *expected]
+    assert shlex.split(command) == [*gkd_words(), "train", *expected]
     monkeypatch.setenv(COMMAND_ENV, "bash 'my run/launch/train.sh'")
     assert shlex.split(resume_command(expected[:2])) == ["bash", "my run/launch/train.sh", *expected[:2], expected[-1]]
 
@@ -178,14 +180,14 @@ def test_the_next_commands_can_be_typed(tmp_path: Path, shared: str, capsys: pyt
     serve, report, last = (shlex.split(text) for text in closed(tmp_path, 0, capsys, *settings))
     folder = str(tmp_path / "my run")
     assert serve == shlex.split(serve_command(Path(folder) / "export")) and report[-1] == folder
-    assert report[0] == last[0] == sys.executable
+    assert report[0] == last[0] and Path(shutil.which(report[0]) or "").is_file()
     if shared:
-        assert last[1:3] == ["-m", "gkd.tools.memory"] and last[4] == f"{folder}/config.yaml"
+        assert last[1] == "memory" and last[3] == f"{folder}/config.yaml"
         with pytest.raises(SystemExit) as ended:
-            memory([*last[3:], "--help"])
+            memory([*last[2:], "--help"])
         assert ended.value.code == 0
     else:
-        parsed = parse_split(last[3:])
+        parsed = parse_split(last[2:])
         assert (parsed.run, parsed.gpus, parsed.teacher_elsewhere) == (Path(folder), None, False)
 
 
@@ -209,7 +211,7 @@ def test_a_split_is_recommended_only_where_it_can_be_found(
 ) -> None:
     """Fails if a run ends with a command that is refused, because the run has too few steps, or other roles."""
     commands = closed(tmp_path, 0, capsys, *settings, device=device, n_steps=n_steps)
-    assert any("gkd.tools.split" in command for command in commands) == has_split
+    assert any("gkd split" in command for command in commands) == has_split
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -6,6 +6,7 @@ The folder gets its final name when it is complete.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -147,6 +148,7 @@ def exhaust(iterator: Iterator[object]) -> None:
 
 
 _PREFIX = "base_model.model."  # prefix of peft's names
+_LANGUAGE = "language_model."  # in the names of a language model that is a part of another model
 
 
 def write_adapters(
@@ -177,6 +179,8 @@ def write_adapters(
         "bias": "none",
         "inference_mode": True,
     }
+    if all(_LANGUAGE in name for name, _, _ in plan):  # a tower has layers of these names, too, and no adapters
+        config["exclude_modules"] = rf"(?!.*{re.escape(_LANGUAGE)}).*"
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     fsync_tree(folder)
 

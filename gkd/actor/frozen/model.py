@@ -13,7 +13,7 @@ Letters: N rows of a micro-batch, H hidden size, V rows of the LM head.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,7 @@ from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
 from gkd.hf.model_folder import open_tensors, some_names
 from gkd.log import get_logger
+from gkd.loss.chunked import capped
 from gkd.types import MicroBatch, Rollout
 from teacher_server.engines.base import RowStream, ScoreParams, TokenSequence, request_problem, stream_rows
 from teacher_server.engines.signals import CHUNK_BYTES, score_hidden
@@ -139,7 +140,8 @@ class FrozenModel:
         self.vocab_size, self.hidden_size = map(int, hf.get_output_embeddings().weight.shape)
         # The same limit as in the teacher server.
         self.max_tokens: int = getattr(hf.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        self.has_plain_head = True  # the probe refuses other models
+        head: Any = hf.get_output_embeddings()
+        self.has_plain_head = head.cap is None and head.bias is None  # the probe refuses other changes
         self.model = shard(hf, device=device, dtype=dtype, recompute=False, offload=cpu_offload)
         self.model.image_processor = self.image_processor
         if cpu_offload and device.type == "cuda" and dist.get_world_size() == 1:
@@ -331,11 +333,11 @@ class FrozenModel:
         tables: list[list[Table]] = []
         fault: ArithmeticError | None = None
 
-        def read(hidden: Tensor, head: Tensor) -> None:
+        def read(hidden: Tensor, head: Tensor, **change: Any) -> None:
             nonlocal fault
             try:
                 for each in params if sequences else ():
-                    tables.append(_tables(hidden, head, sequences, each))
+                    tables.append(_tables(hidden, partial(_logits, head=head, **change), len(head), sequences, each))
             except ArithmeticError as error:
                 fault = error
 
@@ -348,20 +350,30 @@ def _sequence(rollout: Rollout) -> TokenSequence:
     return TokenSequence(tokens, len(rollout.prompt_ids), rollout.top_ids, rollout.own, rollout.images)
 
 
-def _tables(hidden: Tensor, head: Tensor, sequences: Sequence[TokenSequence], params: ScoreParams) -> list[Table]:
+def _logits(rows: Tensor, head: Tensor, bias: Tensor | None, cap: float | None) -> Tensor:
+    return capped(F.linear(rows, head, bias), cap)
+
+
+def _tables(
+    hidden: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    sequences: Sequence[TokenSequence],
+    params: ScoreParams,
+) -> list[Table]:
     """Return the tables of the sequences. Streams are read completely, because they need the gathered LM head.
 
     Args:
         hidden: [N, H].
-        head: [V, H], gathered until this returns.
+        logits_of: [C, H] -> [C, V], with the LM head, which is gathered until this returns.
     """
     if params.signal == "topk" and len({sequence.given is None for sequence in sequences}) > 1:  # some of the dataset
         parts = hidden.split([sequence.n_rows for sequence in sequences])
-        return [_tables(part, head, [sequence], params)[0] for part, sequence in zip(parts, sequences, strict=True)]
+        pairs = zip(parts, sequences, strict=True)
+        return [_tables(part, logits_of, vocab_size, [sequence], params)[0] for part, sequence in pairs]
     if params.signal == "hidden":
         hidden = hidden.float()  # a stream of bfloat16 would be its bits
-    vocab_size = len(head)
-    scores = score_hidden(hidden, sequences, partial(F.linear, weight=head), params, vocab_size)
+    scores = score_hidden(hidden, sequences, logits_of, params, vocab_size)
     step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocab_size))
     return [s if isinstance(s, TopKScores | np.ndarray) else _whole(s, step) for s in scores]
 

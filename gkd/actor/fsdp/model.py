@@ -42,7 +42,7 @@ from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
 from gkd.types import TokenTargets
 from teacher_server.engines.hf import auto_class, change_of_logits, keep_language_model, outside_parts, own_attention
-from teacher_server.vision.processor import ImageProcessor
+from teacher_server.vision.processor import ATTENDING_BOTH_WAYS, ImageProcessor
 from teacher_server.vision.rows import ImageRows, forward_arguments
 
 _FROZEN = "is_frozen_vision"  # attribute of modules
@@ -148,6 +148,8 @@ def build_on_meta(
     config = read_config(model_path, trust_remote_code=trust_remote_code)
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     attention: Any = PACKED_ATTENTION if packing else own_attention(config)
+    if images and packing and config.model_type in ATTENDING_BOTH_WAYS:
+        raise refuse_packing(config.model_type, "attends in both directions within an image")
     if images and packing:  # patches attend to all patches of their image
         attention = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
     try:
@@ -169,7 +171,7 @@ def build_on_meta(
     if head is None or hf.base_model is hf:
         problem = f"{model_path}: transformers does not separate the LM head of a {config.model_type} model."
         raise ModelError(problem, "use another model.")
-    hf.set_output_embeddings(RowsHead(head, change_of_logits(hf)[0]))
+    hf.set_output_embeddings(RowsHead(head, *change_of_logits(hf)))
     hf.tie_weights()
     _use_fused_norms(hf)
     if packing:
@@ -360,7 +362,8 @@ def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
 # Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
 
 # Function of the [N, H] hidden states and the [V, H] weight. The weight is gathered only during the call.
-HeadUse = Callable[[Tensor, Tensor], Any]
+# Its arguments `bias` and `cap` are those of `DistillLoss.from_hidden`.
+HeadUse = Callable[..., Any]
 
 
 class RowsHead(nn.Module):
@@ -368,17 +371,19 @@ class RowsHead(nn.Module):
 
     rows: Tensor | None = None  # [N] int64 into the flattened [B * S] positions; set during a forward pass
 
-    def __init__(self, head: nn.Module, factor: float = 1.0) -> None:
+    def __init__(self, head: nn.Module, factor: float = 1.0, cap: float | None = None) -> None:
         """Raise ModelError if the head is not one linear layer.
 
         Args:
             factor: of the logits, which the model applies to what this module returns, but not to what `use` computes.
+            cap: likewise, a soft cap.
         """
         super().__init__()
         if not isinstance(head, nn.Linear):
             raise ModelError(f"the LM head is a {type(head).__name__}; actor.strategy=fsdp2 requires a linear layer.")
         self.weight, self.bias = head.weight, head.bias  # [V, H], [V] or None
         self.factor = factor
+        self.cap = cap
 
     def forward(self, hidden: Tensor, use: HeadUse | None = None) -> Any:
         """Return [1, N, V] logits of [B, S, H] hidden states, or the result of `use`."""
@@ -386,7 +391,10 @@ class RowsHead(nn.Module):
             hidden = hidden.flatten(0, 1).index_select(0, self.rows)[None]
         if use is None:
             return F.linear(hidden, self.weight, self.bias)
-        return use(hidden[0] if self.factor == 1 else hidden[0] * self.factor, self.weight)
+        if self.factor == 1:
+            return use(hidden[0], self.weight, bias=self.bias, cap=self.cap)
+        bias = None if self.bias is None else self.bias * self.factor
+        return use(hidden[0] * self.factor, self.weight, bias=bias, cap=self.cap)
 
 
 # Put the offloaded shards of a rank into one pinned block of host memory.

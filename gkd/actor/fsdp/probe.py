@@ -19,7 +19,7 @@ from gkd.actor.fsdp.attention import Pack, refuse_packing
 from gkd.actor.fsdp.model import LossModel, reshard
 from gkd.errors import ConfigError, GkdError
 from gkd.log import get_logger
-from teacher_server.engines.hf import change_of_logits
+from gkd.loss.chunked import capped
 
 log = get_logger("actor.fsdp")
 
@@ -46,7 +46,7 @@ def probe(root: LossModel, *, packing: bool, fused: bool, device: torch.device) 
 def probe_on_meta(hf: PreTrainedModel, *, packing: bool, fused: bool) -> None:
     """Probe a model without weights. Moves `hf` to the meta device.
 
-    Logits cannot be compared, so changes to them after the LM head are found only if config.json names them.
+    Logits cannot be compared, so changes to them after the LM head are not found.
 
     Raises:
         ConfigError: see `probe`.
@@ -63,10 +63,6 @@ def probe_on_meta(hf: PreTrainedModel, *, packing: bool, fused: bool) -> None:
             hf.config.model_type,
             type(error).__name__,
         )
-    _, cap = change_of_logits(hf)
-    if fused and (cap is not None or hf.get_output_embeddings().bias is not None):
-        what = "a bias" if cap is None else f"a soft cap of {cap}"
-        raise _refuse_fused(hf.config.model_type, f"its logits after the LM head ({what})")
 
 
 def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch.device) -> None:
@@ -113,10 +109,10 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
         )
     if fused and device.type != "meta":
         between = not _same(seen["hidden"], seen["head_input"])
-        after = root.head.bias is not None or not _same(seen["head_output"] * root.head.factor, logits, rtol=1e-2)
-        if between or after:
+        changed = capped(seen["head_output"] * root.head.factor, root.head.cap)
+        if between or not _same(changed, logits, rtol=1e-2):
             what = "its hidden states before" if between else "its logits after"
-            raise _refuse_fused(model_type, f"{what} the LM head (a scale, a soft cap, a bias)")
+            raise _refuse_fused(model_type, f"{what} the LM head")
 
 
 def _pack_differences(root: LossModel, device: torch.device) -> str:

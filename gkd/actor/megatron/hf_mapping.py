@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
+from gkd.hf.families import FAMILIES
 from gkd.hf.model_dims import ModelDims, MoeDims
 from gkd.hf.model_folder import check_headers, open_tensors, some_names
 
@@ -139,16 +140,12 @@ def _per_head(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.head_dim,),)
 
 
-def _is_pre_norm(d: ModelDims) -> bool:
-    return not d.post_norm
-
-
 _EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SplitVocab(), _vocab_shape)
 _FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _hidden_shape)
 _LM_HEAD = Rule("output_layer.weight", ("lm_head.weight",), SplitVocab(), _vocab_shape)
 
 _LAYER_RULES = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape, _is_pre_norm),
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape, lambda d: not d.post_norm),
     Rule(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -170,14 +167,30 @@ _LAYER_RULES = (
         SPLIT_COLUMNS,
         lambda d: ((d.hidden_size, d.q_columns),),
     ),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape, _is_pre_norm),
+    Rule(
+        "pre_mlp_layernorm.weight",
+        ("post_attention_layernorm.weight",),
+        REPLICATED,
+        _hidden_shape,
+        when=lambda d: not d.has_outer_norms,
+    ),
+    Rule(
+        "pre_mlp_layernorm.weight",
+        ("pre_feedforward_layernorm.weight",),
+        REPLICATED,
+        _hidden_shape,
+        when=lambda d: d.is_gemma,
+    ),
 )
 
-_POST_NORMS = (
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), SPLIT_ROWS, lambda d: ((d.q_columns,),)),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), SPLIT_ROWS, lambda d: ((d.kv_columns,),)),
+_OUTER_NORMS = (
     Rule("self_attn_bda.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape),
     Rule("mlp_bda.weight", ("post_feedforward_layernorm.weight",), REPLICATED, _hidden_shape),
+)
+
+_NORMS_OF_ALL_HEADS = (
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), SPLIT_ROWS, lambda d: ((d.q_columns,),)),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), SPLIT_ROWS, lambda d: ((d.kv_columns,),)),
 )
 
 _MLP_RULES = (
@@ -193,15 +206,6 @@ _MLP_RULES = (
 
 def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
     return ((_moe(d).ffn_size, d.hidden_size),) * 2
-
-
-_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), REPLICATED, lambda d: ((_moe(d).n_experts, d.hidden_size),))
-
-# Names relative to an expert. TP does not split experts.
-_EXPERT_RULES = (
-    Rule("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), GatedMlp(), _expert_shapes),
-    Rule("linear_fc2.weight", ("down_proj.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, _moe(d).ffn_size),)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +238,7 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
     for local, number in enumerate(layout.layer_range(dims, chunk)):
         prefixes = f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."
         is_moe = dims.is_moe_layer(number)
-        norms = _POST_NORMS if dims.post_norm else ()
+        norms = (_NORMS_OF_ALL_HEADS if dims.post_norm else ()) + (_OUTER_NORMS if dims.has_outer_norms else ())
         for rule in (*_LAYER_RULES, *norms, *(_moe_rules(dims) if is_moe else _MLP_RULES)):
             if rule.when(dims):
                 entries.append(_entry(rule, dims, *prefixes))
@@ -254,7 +258,10 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
 
 def _moe_rules(dims: ModelDims) -> list[Rule]:
     """Return the rules of a layer with experts, without these."""
-    moe, rules = _moe(dims), [_ROUTER]
+    moe, name = _moe(dims), FAMILIES[dims.model_type].expert_names[0]
+    rules = [
+        Rule("mlp.router.weight", (f"{name}.gate.weight",), REPLICATED, lambda d: ((moe.n_experts, d.hidden_size),))
+    ]
     if moe.groups is not None:
         bias = ("mlp.gate.e_score_correction_bias",)
         rules.append(Rule("mlp.router.correction_bias", bias, REPLICATED, lambda d: ((moe.n_experts,),)))
@@ -285,16 +292,21 @@ def _expert_entries(dims: ModelDims, layout: ParallelLayout, param_prefix: str, 
     """Return the entries of all experts of a layer, in HF order. Each EP rank holds consecutive experts."""
     n_experts = _moe(dims).n_experts
     per_rank = n_experts // layout.ep
+    mlp, gate, up, down = FAMILIES[dims.model_type].expert_names
+    rules = (  # names relative to an expert; TP does not split experts
+        Rule("linear_fc1.weight", (f"{gate}.weight", f"{up}.weight"), GatedMlp(), _expert_shapes),
+        Rule("linear_fc2.weight", (f"{down}.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, _moe(d).ffn_size),)),
+    )
     return [
         _entry(
             rule,
             dims,
             f"{param_prefix}mlp.experts.local_experts.{expert % per_rank}.",
-            f"{hf_prefix}mlp.experts.{expert}.",
+            f"{hf_prefix}{mlp}.experts.{expert}.",
             owner=expert // per_rank,
         )
         for expert in range(n_experts)
-        for rule in _EXPERT_RULES
+        for rule in rules
     ]
 
 

@@ -28,10 +28,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gkd.actor.common.attention import causal_attention
+from gkd.actor.common.attention import Scores, causal_attention
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import ModelDims, MoeDims
@@ -78,6 +79,8 @@ def layer_spec(
         attention.core_attention = CausalSdpaAttention
         if dims.scales_queries:
             layer.submodules.self_attention.module = ScaledQueries
+        if dims.is_gemma:
+            layer.submodules.self_attention.module = LocalAngles
         if hasattr(mlp, "experts") and dims.moe is not None and dims.moe.groups is not None:
             mlp.router = partial(SigmoidRouter, moe=dims.moe)
         if not with_te:
@@ -86,7 +89,10 @@ def layer_spec(
             if fused and hasattr(mlp, "experts") and _has_grouped_product(config):
                 mlp.experts.module = GroupedExperts
         if dims.post_norm:
-            _use_post_norms(layer.submodules, config)
+            _move_norms(layer.submodules, config)
+        if dims.has_outer_norms:
+            sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params=sizes)
     if not with_te:
         _use_rms_norm(spec, "layer_norm")
     return spec
@@ -107,11 +113,9 @@ def _has_grouped_product(config: TransformerConfig) -> bool:
     return not on_cuda or (config.params_dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes))
 
 
-def _use_post_norms(layer: Any, config: TransformerConfig) -> None:
-    """Move the norms of a layer behind attention and MLP, and those of heads over all of them."""
+def _move_norms(layer: Any, config: TransformerConfig) -> None:
+    """Take the norms before attention and MLP away, and compute those of heads over all of them."""
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-    sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-    layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormAndAdd, params=sizes)
     attention = layer.self_attention.submodules
     attention.q_layernorm = ModuleSpec(module=AllHeadsNorm, params={"n_heads": config.num_attention_heads})
     attention.k_layernorm = ModuleSpec(module=AllHeadsNorm, params={"n_heads": config.num_query_groups})
@@ -134,7 +138,14 @@ class RmsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
+        self._adds_one = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize [..., H]. 1 + weight would lose digits in bfloat16, so transformers computes it in float32."""
+        if not self._adds_one:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormAndAdd(RmsNorm):
@@ -171,9 +182,19 @@ class AllHeadsNorm(torch.nn.Module):
 class CausalSdpaAttention(MegatronModule):
     """Replace Megatron's `DotProductAttention` in a causal decoder without attention dropout."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *, pg_collection: Any = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         self.layer_number, self._group = layer_number, getattr(pg_collection, "cp", None)
+        window = 1 + config.window_size[0] if _has_window(config, layer_number) else None
+        self._scores = Scores(softmax_scale, window)
 
     def forward(
         self,
@@ -194,8 +215,26 @@ class CausalSdpaAttention(MegatronModule):
             raise ValueError("CausalSdpaAttention supports only the causal mask; pass neither a mask nor a bias")
         pack = packed_seq_params or PackedSeqParams()
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, S, D]
-        context = causal_attention(q, k, v, pack.cu_seqlens_q, max_length=pack.max_seqlen_q, group=self._group)
+        context = causal_attention(
+            q, k, v, pack.cu_seqlens_q, max_length=pack.max_seqlen_q, scores=self._scores, group=self._group
+        )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def _has_window(config: TransformerConfig, layer_number: int) -> bool:
+    """Return whether a layer, counted from 1 over the whole model, has a sliding window."""
+    return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+
+
+class LocalAngles(SelfAttention):
+    """The attention of Gemma 3: the second half of the angles' columns is that of layers with a window."""
+
+    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Any, **options: Any) -> Any:
+        """See Megatron's. All layers use the same halves, which are kept, for `rotate` keeps a table with each."""
+        if not hasattr(rotary_pos_emb, "gkd_halves"):
+            rotary_pos_emb.gkd_halves = rotary_pos_emb.chunk(2, dim=-1)
+        own = rotary_pos_emb.gkd_halves[_has_window(self.config, self.layer_number)]
+        return super().forward(hidden_states, rotary_pos_emb=own, **options)
 
 
 class ScaledQueries(SelfAttention):

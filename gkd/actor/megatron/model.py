@@ -223,7 +223,10 @@ def build_model(
         )
         chunk.to(device=device, dtype=dtype)  # Megatron leaves the norms in float32
         inv_freq = torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device)
-        chunk.rotary_pos_emb = PositionAngles(inv_freq, dims.query_scale)
+        chunk.rotary_pos_emb = PositionAngles(inv_freq, dims.query_scale, dims.local_inv_freq)
+        if dims.is_gemma and chunk.pre_process:
+            scale = float(torch.tensor(dims.hidden_size**0.5, dtype=dtype))  # rounded, like in transformers
+            chunk.embedding.register_forward_hook(lambda module, args, output, scale=scale: output * scale)
         chunks.append(chunk)
     model = StudentModel(chunks=tuple(chunks), dims=dims, layout=layout, groups=groups)
     params = dict(model.named_params())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ class MegatronDims(ModelDims):
     rope_inv_freq: tuple[float, ...]  # [rotated columns / 2] float32 values, rope scaling applied
     query_scale: tuple[float, int] | None = None  # llama_4_scaling_beta and the original context
     no_rope: tuple[bool, ...] = ()  # one per layer: True for those without; empty: every layer rotates
+    has_window: tuple[bool, ...] = ()  # one per layer: True for those with sliding_window; empty: every layer has it
+    local_inv_freq: tuple[float, ...] = ()  # rotations in layers with a window; empty: no others
+    attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(D)
 
 
 def read_megatron_dims(model_path: str | Path) -> MegatronDims:
@@ -54,31 +59,37 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
     family = FAMILIES[dims.model_type]
     rope = config.rope_parameters
     rotates = config.no_rope_layers[: dims.n_layers] if family.has_no_rope_layers else ()
+    own: dict[str, Any] = {}
+    if dims.is_gemma:
+        own["has_window"] = tuple(kind == "sliding_attention" for kind in config.layer_types)
+        own["local_inv_freq"] = _rope_inv_freq(folder, config, dims.head_dim, "sliding_attention")
+        own["attention_scale"] = config.query_pre_attn_scalar**-0.5
     return MegatronDims(
         **{field.name: getattr(dims, field.name) for field in fields(dims)},
         norm_eps=config.rms_norm_eps,
-        rope_inv_freq=_rope_inv_freq(folder, config, dims.head_dim),
+        rope_inv_freq=_rope_inv_freq(folder, config, dims.head_dim, "full_attention" if dims.is_gemma else None),
         query_scale=(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
         if dims.scales_queries
         else None,
         no_rope=tuple(not layer for layer in rotates),
+        **own,
     )
 
 
-def _rope_inv_freq(folder: Path, config: PretrainedConfig, head_dim: int) -> tuple[float, ...]:
+def _rope_inv_freq(folder: Path, config: PretrainedConfig, head_dim: int, layer_type: str | None) -> tuple[float, ...]:
     """Return the [rotated columns / 2] rotations per position, radians. transformers computes the scaled kinds.
 
     Megatron's own llama3 scaling hard-codes three of the four numbers that a config may set.
     """
     # transformers 5 stores theta and scaling in rope_parameters, for old and new config files.
-    rope: dict[str, Any] = dict(config.rope_parameters)
+    rope: dict[str, Any] = dict(config.rope_parameters if layer_type is None else config.rope_parameters[layer_type])
     kind = rope.get("rope_type", "default")
     if kind == "default":
         n_rotated = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
         exponents = torch.arange(0, n_rotated, 2, dtype=torch.int64).float() / n_rotated
         inv_freq = 1.0 / (float(rope["rope_theta"]) ** exponents)
     else:
-        inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
         if not math.isclose(attention_scaling, 1.0):
             raise ModelError(f"{folder}: rope_type {kind!r} scales attention by {attention_scaling}; not supported.")
     return tuple(inv_freq.tolist())
@@ -102,14 +113,16 @@ def transformer_config(
     sequence_parallel: bool,
     fused: bool = False,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder, dense or with experts.
+    """Return Megatron's configuration of a RMSNorm + gated MLP + rotary decoder, dense or with experts.
 
     Args:
         recompute, sequence_parallel: see `build_model`.
-        fused: compile SwiGLU and the rotary embedding to one kernel each.
+        fused: compile the MLP's activation and the rotary embedding to one kernel each.
     """
     if fused:
         install_fused_rope()
+    # Megatron's compiled GELU is the tanh approximation, its plain one is not.
+    gelu = F.gelu if fused else partial(F.gelu, approximate="tanh")
     return TransformerConfig(
         **expert_settings(dims, layout),
         num_layers=dims.n_layers,
@@ -125,7 +138,11 @@ def transformer_config(
         add_qkv_bias=dims.qkv_bias,
         gated_linear_unit=True,
         no_rope_freq=[int(skips) for skips in dims.no_rope] or None,
-        activation_func=F.silu,
+        activation_func=gelu if dims.is_gemma else F.silu,
+        layernorm_zero_centered_gamma=dims.is_gemma,
+        softmax_scale=dims.attention_scale,
+        window_size=None if dims.sliding_window is None else (dims.sliding_window - 1, 0),
+        window_attn_skip_freq=[int(has) for has in dims.has_window] or None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -166,22 +183,25 @@ class PositionAngles(torch.nn.Module):
     Args:
         inv_freq: [D / 2] float32, rotations per position, radians.
         query_scale: see `MegatronDims`. The scale is one more column, which `ScaledQueries` reads.
+        local_inv_freq: of layers with a window. Its angles are further columns, which `LocalAngles` reads.
     """
 
     positions: Tensor  # [S] of the current micro-batch's columns
 
-    def __init__(self, inv_freq: Tensor, query_scale: tuple[float, int] | None = None) -> None:
+    def __init__(
+        self, inv_freq: Tensor, query_scale: tuple[float, int] | None = None, local_inv_freq: Sequence[float] = ()
+    ) -> None:
         super().__init__()
-        self.inv_freq = inv_freq
+        local = inv_freq.new_tensor(local_inv_freq)
+        self._inv_freq = torch.cat((inv_freq, inv_freq, local, local))
         self._query_scale = query_scale
 
     def get_rotary_seq_len(self, *_: Any) -> int:
         return len(self.positions)
 
     def forward(self, *_: Any, **unused: Any) -> Tensor:
-        """Return [S, 1, 1, D] float32, or [S, 1, 1, D + 1] with scales of queries."""
-        angles = torch.outer(self.positions.to(torch.float32), self.inv_freq)
-        columns = [angles, angles]
+        """Return [S, 1, 1, D] float32; D + 1 columns with scales of queries, 2 D with local angles."""
+        columns = [torch.outer(self.positions.to(torch.float32), self._inv_freq)]
         if self._query_scale is not None:
             beta, length = self._query_scale
             columns.append(1 + beta * torch.log(1 + torch.floor(self.positions[:, None] / length)))

@@ -116,7 +116,7 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
 
     Raises:
         ConfigError: naming the key that cannot split this model.
-        ModelError: Megatron does not support the model; a sequence may be longer than its sliding window.
+        ModelError: Megatron does not support the model.
     """
     dims = model.dims
     actor = config.actor
@@ -126,7 +126,6 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
     sizes = {"tp": actor.tp, "pp": actor.pp, "vpp": actor.vpp, "ep": actor.ep}
     check_actor_split(dims, **sizes, sequence_parallel=actor.sequence_parallel, layers=actor.layers)
     check_context_split(actor.cp, (dims.n_heads // actor.tp,), (dims.n_kv_heads // actor.tp,))
-    dims.check_sequence_length(config.derived.max_sequence_length)
     per_chunk = dims.n_layers // (actor.pp * actor.vpp)
     _, _, n_batches = largest_micro_batch(config)
     found = []
@@ -219,13 +218,14 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     share = 1 / actor.tp if actor.sequence_parallel else 1.0  # of the tokens between two tensor-parallel regions
     q, kv = dims.q_columns / actor.tp, dims.kv_columns / actor.tp
     attention = 2 * (q + kv) + (q if actor.cp > 1 else 0)  # queries, keys, values, context, and its own columns of it
-    norm = 2 * FLOAT32 if on_cpu else b  # their input: on the CPU in float32, and normalized
+    # Their input: on the CPU in float32, and normalized; so are Gemma's, which Megatron computes in one kernel on CUDA.
+    norm = 2 * FLOAT32 if on_cpu else FLOAT32 * (1 if is_megatron else 2) if dims.is_gemma else b
     has_norms = dims.qk_norm or dims.post_norm
     if is_megatron and (has_norms or on_cpu or actor.recompute == "selective"):
         attention += q + kv  # values are a view of the projection, and keep all of it
     if has_norms:
         attention += (q + kv) * norm / b
-    hidden = 2 * (norm + b) * dims.hidden_size * share
+    hidden = (4 if dims.is_gemma else 2) * (norm + b) * dims.hidden_size * share
     is_fused = is_megatron and not on_cpu and actor.layers != "torch"
     per_column = 3 if is_fused else 5 if is_megatron else 4  # numbers per column of an MLP
     if dims.moe is None or not dims.is_moe_layer(layer):

@@ -29,9 +29,10 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.sample import logit_bias
 
 from gkd.cluster import stacks
-from gkd.config.schema_rollout import IPC, NCCL
+from gkd.config.schema_rollout import IPC, MOST_MASKED, NCCL
 from gkd.errors import ModelError, WeightSyncError
 from gkd.memory.usage import STEP_KEEPS, trim_heap
 from gkd.rollout.vllm.sleep_state import SleepMixin
@@ -109,7 +110,7 @@ class WeightReceiver(SleepMixin):
         self._gkd_dtypes = received
         derived: set[int] = set()
         for module in model.modules():
-            if isinstance(module, MLAAttention):  # it computes with products of a weight, which are its parameters
+            if isinstance(module, MLAAttention):  # it computes with parts of a weight, which are its parameters
                 module.process_weights_after_loading(self.model_runner.model_config.dtype)
                 derived |= set(map(id, module.parameters(recurse=False)))
         held = self._gkd_places()
@@ -375,6 +376,8 @@ _ACTIVATIONS = {MoEActivation.SILU: _swiglu, MoEActivation.SWIGLUOAI: _swiglu_oa
 
 # At import, because vLLM spawns its workers itself if tp > 1, and they need the handler of stack dumps, too.
 keep_cpu_weights_live()
+# vLLM's runner for GPUs masks 1,024 ids, and its first pass would fail; two more are of images and videos.
+logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS = MOST_MASKED + 2
 correct_cpu_kernels()
 record_loading()
 stacks.listen()

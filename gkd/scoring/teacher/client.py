@@ -162,5 +162,5 @@ def load_keys(folder: str) -> PeerKeys | None:
         return load_peer_keys(os.path.abspath(folder), "client")
     except KeysError as error:
         problem, _, fix = str(error).partition(" Fix: ")
-        fix = fix or "give a client's bundle, made by `python -m teacher_server keygen`."
+        fix = fix or "give a client's bundle, made by `gkd teacher keygen`."
         raise ConfigError("teacher.keys", folder, problem, fix) from error

@@ -263,4 +263,4 @@ def server_command(host: str, port: int) -> str:
     """Return the command of a server at an address, as the user typed that of the trainer: gkd, or launch/*.sh."""
     typed = os.environ.get("GKD_COMMAND", "")
     command = re.sub(r"\btrain(?=(\.sh)?'?$)", "teacher", typed)
-    return f"{command if command != typed else 'python -m teacher_server'} --model PATH --host {host} --port {port}"
+    return f"{command if command != typed else 'gkd teacher'} --model PATH --host {host} --port {port}"

@@ -1,1 +1,1 @@
-"""Write one HTML page about one or several runs: curves, samples, settings. `python -m gkd.tools.report`."""
+"""Write one HTML page about one or several runs: curves, samples, settings. `gkd report`."""

@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.report RUN [RUN ...]`: write one HTML page about one run, or compare several."""
+"""`gkd report RUN [RUN ...]`: write one HTML page about one run, or compare several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gkd.tools.report.read import folder_state, read_runs
 from teacher_server.config.command import command_parser
 
 _EXAMPLES = """examples:
-  python -m gkd.tools.report runs/mine                        # runs/mine/report.html
-  python -m gkd.tools.report runs/forward runs/reverse        # compare: ./report.html
-  python -m gkd.tools.report runs/mine --watch 30             # rewrite it while the run goes on, until Ctrl-C
+  gkd report runs/mine                        # runs/mine/report.html
+  gkd report runs/forward runs/reverse        # compare: ./report.html
+  gkd report runs/mine --watch 30             # rewrite it while the run goes on, until Ctrl-C
 
 exit code: 0 written; 1 a file of a run is damaged, or the page cannot be written; 2 wrong arguments, or no such run
 """
@@ -63,7 +63,7 @@ def _watch(folders: Sequence[Path], out: Path, seconds: float) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "python -m gkd.tools.report",
+        "gkd report",
         "Write one HTML page about a run, or about several to compare them. It needs no network.",
         _EXAMPLES,
     )

@@ -8,13 +8,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 VALUES = os.environ.get("DRY_CARD_VALUES") == "1"
@@ -46,11 +47,14 @@ def refuse(name: str, *_: Any, **__: Any) -> None:
     raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int = -1) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int = -1, sinks: Tensor | None = None
+) -> Tensor:
     """Compute attention of one sequence, [tokens, heads, size]. With `causal` the last rows of q and k match.
 
     Args:
         window: positions to the left that a position attends to; -1: all.
+        sinks: of each head the score of one more position, which has no value; with `scale` and `causal`.
     """
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=CPU)
@@ -58,6 +62,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
     mask = mask.tril(own) if causal else None
     if mask is not None and window >= 0:
         mask = mask.triu(own - window)
+    if sinks is not None:  # One more key, which has the value 0: its last number and those of queries make the score.
+        k, v = (pad(t.repeat_interleave(len(q) // len(k), 0), (0, more, 1, 0)) for t, more in ((k, 1), (v, 0)))
+        k[:, 0, -1] = sinks / scale
+        q, mask = pad(q, (0, 1), value=1.0), pad(mask, (1, 0), value=True)
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
@@ -134,7 +142,7 @@ def packed_attention(  # type: ignore
     of_all = ((query, cum_seq_q), (key, cum_seq_k), (value, cum_seq_k))
     parts = zip(*(tokens.split(cu.diff().tolist()) for tokens, cu in of_all), strict=True)
     causal, window = is_causal or window_size_right == 0, -1 if window_size_left is None else window_size_left
-    return torch.cat([attention(*part, scale, causal, window) for part in parts])
+    return torch.cat([attention(*part, scale=scale, causal=causal, window=window) for part in parts])
 
 
 def flash_backward(grad_out, query, key, value, **rest):  # type: ignore
@@ -207,18 +215,99 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *_):  # t
         to[at] = new[: len(slots)][rows].to(to.dtype)
 
 
-def paged_attention(  # type: ignore
-    q, k, v, *, out=None, cu_seqlens_q, seqused_k, softmax_scale, block_table, window_size=None, **_
-):
+def concat_and_cache_mla(latent, rotated, cache, slots, *_):  # type: ignore
+    rows = slots >= 0
+    cache.flatten(0, 1)[slots[rows]] = torch.cat([latent, rotated.flatten(1)], -1)[: len(slots)][rows].to(cache.dtype)
+
+
+def varlen_attention(q, k, v, *, softmax_scale, causal, cu_seqlens_q, out=None, window_size=None, q_v=None, **given):  # type: ignore
     """Compute attention over caches [blocks, block size, heads, size]. vLLM passes the arguments by name."""
-    out = torch.empty_like(q) if out is None else out
+    assert not given.get("softcap") and not given.get("return_softmax_lse"), "[dry_card] caps and sums have no values"
+    out = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
     window = -1 if window_size is None else int(window_size[0])
-    for i, ((first, last), m) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), seqused_k.tolist(), strict=False)):
+    sinks = next((t.cpu().to(q.dtype) for t in map(given.get, ("s_aux", "sinks")) if t is not None), None)
+    ends, used = pairwise(cu_seqlens_q.tolist()), given["seqused_k"].tolist()
+    for i, ((first, last), m) in enumerate(zip(ends, used, strict=False)):
         if last > first and m > 0:
-            of = block_table[i, : -(-m // k.shape[1])].long()
+            of, own = given["block_table"][i, : -(-m // k.shape[1])].long(), q[first:last].cpu()
             keys, values = (cached[of].flatten(0, 1)[:m].cpu() for cached in (k, v))
-            out[first:last] = attention(q[first:last].cpu(), keys, values, softmax_scale, True, window).to(out.device)
+            if q_v is not None:  # Latents are keys, too.
+                own, keys = torch.cat([own, q_v[first:last].cpu()], -1), torch.cat([keys, values], -1)
+            out[first:last] = attention(own, keys, values, softmax_scale, causal, window, sinks).to(out.device)
     return out
+
+
+def align_experts(topk_ids, n_experts, block_size, sorted_ids, block_experts, n_padded, *unused):  # type: ignore
+    assert not any(each is not None for each in unused), "[dry_card] experts on several cards have no values"
+    chosen = topk_ids.flatten().cpu()
+    own = [(chosen == expert).nonzero()[:, 0] for expert in range(n_experts)]
+    rows = torch.cat([pad(each, (0, -len(each) % block_size), value=len(chosen)) for each in own])
+    blocks = torch.tensor([i for i, each in enumerate(own) for _ in each[::block_size]], device=CPU)
+    for to, values, empty in ((sorted_ids, rows, len(chosen)), (block_experts, blocks, -1)):
+        to.fill_(empty)[: len(values)] = values.to(to)
+    n_padded.fill_(len(rows))
+
+
+def choose_experts(scores_of, weights, ids, _, logits, renormalize, bias, *rest):  # type: ignore
+    scores = scores_of(logits.float())
+    ids.copy_((scores if bias is None else scores + bias).topk(ids.shape[1])[1])
+    chosen = scores.gather(1, ids.long())
+    weights.copy_(chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+    weights.mul_(rest[0] if rest[1:] else 1.0)  # With sigmoids there is a scale.
+
+
+def set_to(values_of, out, x, *_):  # type: ignore
+    out.copy_(values_of(x))
+
+
+def layers_of_vllm() -> dict[str, Callable[..., Any]]:
+    """Return the operations that a model calls although its layers compute with operations of torch."""
+    from vllm.model_executor.layers.activation import SiluAndMul, SwigluOAIAndMul
+
+    oai = SimpleNamespace(alpha=1.702, limit=7.0)
+    return {
+        "_C::silu_and_mul": partial(set_to, SiluAndMul.forward_native),
+        "_C::swigluoai_and_mul": partial(set_to, partial(SwigluOAIAndMul.forward_native, oai)),
+        "_C_cache_ops::concat_and_cache_mla": concat_and_cache_mla,
+        "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
+        "_moe_C::moe_align_block_size": align_experts,
+        "_moe_C::moe_sum": lambda x, out, *_: set_to(lambda t: t.float().sum(1), out, x),
+        "_moe_C::topk_sigmoid": partial(choose_experts, torch.sigmoid),
+        "_moe_C::topk_softmax": partial(choose_experts, partial(torch.softmax, dim=-1)),
+    }
+
+
+def adapt_triton() -> None:
+    """Let Triton's interpreter compute in bfloat16, and run vLLM's kernels of recurrent layers."""
+    import triton.language as tl
+    from triton.language.extra import cuda
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle, _implicit_cvt
+
+    def widened(self, *given, compute):  # type: ignore
+        """Compute bfloat16 in float32. The interpreter would compute with the bits."""
+        narrow = [isinstance(part, TensorHandle) and part.dtype.scalar == tl.bfloat16 for part in given]
+        wide = [self.cast_impl(part, tl.float32) if n else part for part, n in zip(given, narrow, strict=True)]
+        result = compute(self, *wide)
+        back = all(narrow[:2]) and not isinstance(given[2], TensorHandle) and result.data.dtype == "float32"
+        return self.cast_impl(result, tl.bfloat16) if back else result
+
+    def with_grid(self, fn, names, grid, *rest, start=GridExecutor.__init__):  # type: ignore
+        def sizes(given: dict[str, Any]) -> Any:
+            size = grid(given)  # It may replace arguments by tensors.
+            given |= {name: _implicit_cvt(value) for name, value in given.items() if isinstance(value, Tensor)}
+            return size
+
+        start(self, fn, names, sizes if callable(grid) else grid, *rest)
+
+    def run_first(self, *given, run=Autotuner.run, **named):  # type: ignore
+        self.configs = self.configs[:1]  # To measure them takes minutes.
+        return run(self, *given, **named)
+
+    for name in ("binary_op", "create_dot"):
+        setattr(InterpreterBuilder, name, partialmethod(widened, compute=getattr(InterpreterBuilder, name)))
+    GridExecutor.__init__, Autotuner.run = with_grid, run_first
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # One kernel runs after the other.
 
 
 def after_vllm() -> None:
@@ -231,21 +320,33 @@ def after_vllm() -> None:
     from vllm import _custom_ops  # noqa: F401  It defines the operations.
     from vllm.ir.op import IrOp
     from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
     from vllm.vllm_flash_attn import flash_attn_interface
 
+    adapt_triton()
     # Layers compute with operations of torch. An operation of vLLM that is called nevertheless ends the run.
     CustomOp.enabled = classmethod(lambda cls: False)
     IrOp.dispatch = lambda self, *_, **__: self.impls["native"]
+    ll_bf16._cutedsl_available = False  # It compiles for a card.
     VocabParallelEmbedding.use_fused_embedding = property(lambda self: False, lambda self, value: None)
-    add_values("_C")
-    register("_C_cache_ops::reshape_and_cache_flash", reshape_and_cache_flash)
-    calls = {
-        triton_unified_attention.unified_attention: paged_attention,
+    for namespace in ("_C", "_moe_C"):
+        add_values(namespace)
+    for name, call in layers_of_vllm().items():
+        register(name, call)
+    kernel = triton_unified_attention.unified_attention
+
+    def unified_attention(*args, **named):  # type: ignore
+        # Tokens of images that attend to later ones are left to Triton's interpreter, which is slow.
+        both_ways = named.get("mm_prefix_range") is not None and named["max_seqlen_q"] > 1
+        return (kernel if both_ways else varlen_attention)(*args, **named)
+
+    calls: dict[Any, Any] = {
+        kernel: unified_attention,
         triton_reshape_and_cache_flash.triton_reshape_and_cache_flash: reshape_and_cache_flash,
-        flash_attn_interface.flash_attn_varlen_func: paged_attention,
+        flash_attn_interface.flash_attn_varlen_func: varlen_attention,
     }
     for module in [module for name, module in sys.modules.items() if name.startswith("vllm")]:
         # A module that was imported before may have the function, too.
