@@ -41,7 +41,7 @@ def test_the_newest_the_best_or_a_step_is_chosen(run: Path, capsys: pytest.Captu
     closing.state = RunState(6)
     closing.state.step = 6
     closing.print(0)
-    assert f"-m gkd.tools.export {run} --best --out {run}/export_of_step_2" in capsys.readouterr().err
+    assert f"gkd export {run} --best --out {run}/export_of_step_2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
