@@ -168,7 +168,7 @@ class _Help(argparse.Action):
         elif names := [name for name in all_keys() if f"{name}.".startswith(f"{section}.")]:
             print(_keys_help(names))
         else:
-            parser.error(f"{flag} {section}: there is no such section. Fix: use one of {', '.join(sorted(sections()))}")
+            parser.error(f"{flag} {section}: no section has this name. Fix: use one of {', '.join(sorted(sections()))}")
         parser.exit()
 
 

@@ -23,6 +23,7 @@ QWEN_TEMPLATE = (
 )
 INTERN_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>\n")
 GEMMA_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>")
+GEMMA_TEMPLATE = GEMMA_TEMPLATE.replace("{{ p.text }}", "{{ p.text | trim }}")  # as that of the hub
 LLAVA_TEMPLATE = (
     "{% for m in messages %}{{ m.role.upper() + ': ' }}"
     "{% for p in m.content | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"

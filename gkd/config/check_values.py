@@ -43,7 +43,7 @@ class Mistakes:
         self._raised += [raised or error] * bool(new)
         for each in new:
             self.keys |= {each.key, declared_key(each.key)} - {""}
-            if not declared_key(each.key):  # there is no such key: the fix names the one that was meant
+            if not declared_key(each.key):  # The key does not exist, and the fix names the right one.
                 self.keys |= named_keys(each.fix)
 
     @contextmanager
@@ -57,7 +57,8 @@ class Mistakes:
         except (GkdError, ImageError, PermissionError) as error:
             problem, _, fix = str(error).partition(" Fix: ")
             if named := _SETTING.match(problem):
-                key, value, problem = named[1], int(named[2]) if named[2].isdecimal() else named[2], named[3]
+                key, text, problem = named.groups()
+                value = int(text) if text.isdecimal() else text
             if isinstance(error, PermissionError):
                 fix = "permit this user to use it and the folders above it."
             self.add(ConfigError(key, value, f"{problem.rstrip('.')}.", fix), error)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, in_parts, opened_thought
 from gkd.data.conversation import BORDER, IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError, DataError
+from teacher_server.vision.images import ImageError
 
 if TYPE_CHECKING:
     from teacher_server.vision.processor import ImageProcessor
@@ -85,11 +86,8 @@ class PromptRenderer:
         tools: Setting | None = None,
         images: ImageProcessor | None = None,
     ) -> None:
-        self._image_token: int | None = None
-        self._written = "", ""
-        if images is not None:
-            self._image_token = images.token_id
-            self._written = images.written
+        self._images = images
+        self._image_token = None if images is None else images.token_id
         self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
@@ -203,11 +201,11 @@ class PromptRenderer:
         before, after = self._frame((message["role"],)).pieces or ("", "")
         parts = _parts_of(content)
         texts = {MARK.format(i): part["text"] for i, part in enumerate(parts) if part["type"] == "text"}
-        names = iter(texts)
+        names = (f" {name} " for name in texts)  # the spaces tell whether the template strips texts, as Gemma's does
         marked = [{"type": "text", "text": next(names)} if part["type"] == "text" else part for part in parts]
         found = self._apply([{"role": message["role"], "content": marked}], (), where=where).removeprefix(before)
         for name, text in texts.items():
-            found = found.replace(name, text)
+            found = found.replace(f" {name} ", text).replace(name, text.strip())
         return found.removesuffix(after)
 
     def _check_parts(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
@@ -323,7 +321,11 @@ class PromptRenderer:
         Args:
             begins: the text has whatever tokens stand in front of it.
         """
-        ids = list(self._tokenizer(text.replace(*self._written), add_special_tokens=False)["input_ids"])
+        try:
+            text = text if self._images is None else self._images.spelled(text)
+        except ImageError as error:
+            raise ConfigError(*setting, f"the prompt of {where}: {error}.", "remove the line feeds.") from error
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise ConfigError(*setting, f"the prompt of {where} has no tokens.", "remove the row.")
         return ids if begins or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]

@@ -158,7 +158,8 @@ class Server:
     def run(self) -> None:
         """Run until a signal or the end of a drain."""
         started_s = said_s = time.monotonic()
-        ready, draining, drained_s = False, False, float("inf")
+        ready = draining = False
+        drained_s = float("inf")
         while not self._signals.stop:
             time.sleep(_CHECK_S)
             self._supervisor.check()
@@ -167,7 +168,8 @@ class Server:
                 log.info("ready after %.1f s", time.monotonic() - started_s)
                 self._announce()
             if not ready and (now_s := time.monotonic()) - said_s >= _SAY_S:
-                said_s, n = now_s, self._supervisor.n_loading
+                said_s = now_s
+                n = self._supervisor.n_loading
                 log.info("loading for %.0f s; workers that are not ready: %d", now_s - started_s, n)
             if self._signals.drain and not draining:
                 draining = True

@@ -11,6 +11,7 @@ one size, too; its templates write a mark that stands for a text with line feeds
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -76,13 +77,17 @@ class ImageProcessor:
             self._processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
             self._around = list[int](), list[int]()  # the tokens in front of those of an image, and behind them
             self.written = "", ""  # what templates write for an image, and what the model's processor puts there
+            self._lost: re.Pattern[str] | None = None  # texts in which vLLM does not find an image
             if kind in ("internvl", "gemma3"):
                 tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             if kind == "internvl":
                 self._around = [tokenizer.start_image_token_id], [tokenizer.end_image_token_id]
             if kind == "gemma3":  # line feeds merge with those of the text
-                begin, place, end = tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token
-                self.written = begin, f"\n\n{begin}{place}{end}\n\n"
+                begin = tokenizer.boi_token
+                end = tokenizer.eoi_token
+                self.written = begin, f"\n\n{begin}{tokenizer.image_token}{end}\n\n"
+                # vLLM 0.32 splits tokens of three line feeds in front of an image, and of four on both sides.
+                self._lost = re.compile(rf"{re.escape(end)}\n{{3}}(?!\n(?!\n))|\n{{5}}{re.escape(begin)}")
         except (OSError, ValueError, ImportError, AttributeError) as error:
             raise ImageError(f"its image processor cannot be loaded ({error})") from error
         self.model_type, self.token_id = config.model_type, int(config.image_token_id)
@@ -145,6 +150,13 @@ class ImageProcessor:
             return [future.result() for future in futures]
         finally:
             self.waited_s += time.perf_counter() - start
+
+    def spelled(self, text: str) -> str:
+        """Return a rendered text with what the processor writes for images. Raises ImageError: vLLM misses one."""
+        text = text.replace(*self.written)
+        if self._lost is not None and self._lost.search(text):
+            raise ImageError("an odd number of line feeds stands behind an image, or three or more next to one")
+        return text
 
     def expand(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> list[int]:
         """Return token ids with as many placeholders for each image as it has tokens.

@@ -36,7 +36,8 @@ def speed(rounds: int) -> Part:
 
 def packing(rounds: int) -> Part:
     """Packed against padded."""
-    figures, tables = [], []
+    figures = []
+    tables = []
     for backend in BACKENDS:
         variants = (f"{backend}:padded", backend, f"{backend}:budget:padded", f"{backend}:budget")
         found = _measured(Case(variants, "long_tailed", rounds))
@@ -63,7 +64,8 @@ def packing(rounds: int) -> Part:
 def families(rounds: int) -> Part:
     """Packed against padded for sliding windows, and for recurrent layers, which run once for each sequence."""
     variants = ("fsdp2:padded", "fsdp2", "fsdp2:budget:padded", "fsdp2:budget")
-    figures, tables = [], []
+    figures = []
+    tables = []
     for model in ("Gemma3", "Qwen3_5"):
         found = _measured(Case(variants, "long_tailed", rounds, model=model))
         for text, how in (("8 sequences", ""), ("2048 tokens", ":budget")):

@@ -75,7 +75,8 @@ def test_five_mistakes_of_five_kinds_are_five_lines(folder: Path, tmp_path: Path
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     with refusing_port() as port:
         words = ["--config", str(wrong), f"teacher.server_port={port}"]
-        command, paths = [sys.executable, "-m", "gkd.tools.check", *words], {"PYTHONPATH": f"{ROOT}:{folder}"}
+        command = [sys.executable, "-m", "gkd.tools.check", *words]
+        paths = {"PYTHONPATH": f"{ROOT}:{folder}"}
         done = subprocess.run(command, cwd=folder, env=paths, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     lines = done.stdout.splitlines()

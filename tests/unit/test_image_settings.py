@@ -82,12 +82,18 @@ def test_a_folder_of_tiles(tmp_path: Path, file: str, what: str, old: str, new: 
 
 
 def test_images_of_gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if tokens of an image would attend causally in a pack, or in an engine on a CPU or beyond its window."""
+    """Fails if images would be attended to causally, in packs, on a CPU or beyond the window, or lost between lines."""
     settings = [f"model.path={save_vision_model(tmp_path, 'gemma3')}", "data.train_files=[a]", "trainer.run_dir=r"]
     config = load_config(None, [*settings, *IMAGES, "data.max_prompt_length=99", "data.max_response_length=9"])
     assert chosen(config).actor.packing is False
     with refuses("actor.packing"):
         chosen(config.with_values({"actor.packing": True}))
+    read = ImageProcessor(str(tmp_path)).spelled
+    image = "<|vision_start|>"
+    assert read(f"x\n\n{image}\n\nx").count("<|image_pad|>") == 1
+    for lost in (f"{image}\nx", f"x\n\n\n{image}", f"{image}\n{image}"):  # vLLM's processor does not find these
+        with pytest.raises(ImageError, match="line feeds"):
+            read(lost)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"sliding_window": 16', '"sliding_window": 3'))
     with pytest.raises(ImageError, match="window of 3"):

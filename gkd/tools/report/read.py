@@ -130,7 +130,7 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
-        problem = f"there is no such folder ({folder.absolute()})."
+        problem = f"the folder {folder.absolute()} does not exist."
         raise ConfigError("RUN", str(folder), problem, "give the folder of a run (trainer.run_dir).")
     metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
     if not metrics.is_file():

@@ -141,7 +141,8 @@ def packed_attention(  # type: ignore
     assert cum_seq_q is not None, "[dry_card] padded flash attention has no values"
     of_all = ((query, cum_seq_q), (key, cum_seq_k), (value, cum_seq_k))
     parts = zip(*(tokens.split(cu.diff().tolist()) for tokens, cu in of_all), strict=True)
-    causal, window = is_causal or window_size_right == 0, -1 if window_size_left is None else window_size_left
+    causal = is_causal or window_size_right == 0
+    window = -1 if window_size_left is None else window_size_left
     return torch.cat([attention(*part, scale=scale, causal=causal, window=window) for part in parts])
 
 
@@ -229,7 +230,8 @@ def varlen_attention(q, k, v, *, softmax_scale, causal, cu_seqlens_q, out=None, 
     ends, used = pairwise(cu_seqlens_q.tolist()), given["seqused_k"].tolist()
     for i, ((first, last), m) in enumerate(zip(ends, used, strict=False)):
         if last > first and m > 0:
-            of, own = given["block_table"][i, : -(-m // k.shape[1])].long(), q[first:last].cpu()
+            of = given["block_table"][i, : -(-m // k.shape[1])].long()
+            own = q[first:last].cpu()
             keys, values = (cached[of].flatten(0, 1)[:m].cpu() for cached in (k, v))
             if q_v is not None:  # Latents are keys, too.
                 own, keys = torch.cat([own, q_v[first:last].cpu()], -1), torch.cat([keys, values], -1)
