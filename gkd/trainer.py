@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from gkd.config.schema import Config
-from gkd.console.summary import model_card
+from gkd.console.summary import write_card
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.pipeline.batches import make_source
@@ -87,20 +87,14 @@ class Trainer:
             attempt("reading the memory use of the last save and the export", self.metrics.log_memory)
             attempt("stopping the rollouts", lambda: self.source.close(wait=True))
 
-    def evaluate(self, checkpoint: Path | None, step: int) -> dict[str, float]:
-        """Evaluate a checkpoint, of any run of this student, instead of `fit`; None: model.path. Raises as `fit`.
-
-        Returns:
-            The numbers of the line in metrics.jsonl.
-        """
+    def evaluate(self, checkpoint: Path | None, step: int) -> None:
+        """Evaluate a checkpoint of any run of this student, or model.path, without training. Raises as `fit`."""
         if checkpoint is not None:
             self.roles.actor.load(checkpoint / ACTOR)
         self.metrics.open(None)
         with closing(self.metrics), self.metrics.before_first_step(step) as m:
-            with m.stage("weight_sync"):
-                self.roles.weight_sync.push(step)
+            self.roles.weight_sync.push(step)
             self.evaluator.run(step, m)
-        return m.numbers
 
     def train_one_batch(self, m: StepMetrics) -> None:
         """Make one optimizer step; afterwards the engines hold the new weights.
@@ -187,5 +181,5 @@ class Trainer:
         """Export the student in Hugging Face format; it replaces an earlier export once it is complete."""
         with self.gpus.for_training():
             self.roles.actor.export_hf(self.folder.new_export)
-        card = model_card(self.folder.root, self.config, self.metrics.state, self.step)
-        log.info("exported the student to %s", self.folder.publish_export(card))
+        write_card(self.folder.new_export, self.folder.root, self.config, self.metrics.state, self.step)
+        log.info("exported the student to %s", self.folder.publish_export())

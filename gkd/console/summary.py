@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from gkd.config.schema import Config
 from gkd.console.numbers import count, seconds
 from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
+from gkd.run.disk import naming, replace_file
 from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, EXPORT
 from teacher_server.config.command import gkd_words
 
@@ -80,34 +80,33 @@ def summary(state: RunState) -> list[tuple[str, str]]:
     return rows + [(f"validation {SCORES[key]}", changed(key, *values)) for key, values in state.scores().items()]
 
 
-def model_card(root: Path, config: Config, state: RunState, step: int) -> str:
-    """Return the README.md of an export: what the student was made of and how, and what has changed.
+def write_card(out: Path, root: Path, config: Config, state: RunState, step: int) -> None:
+    """Write the README.md of an export: what the student was made of and how, and what has changed.
 
     Args:
         root: run folder.
         state: of the run until this step.
+
+    Raises CheckpointError: the file cannot be written.
     """
-    starts = (root / ENVIRONMENT).read_text().splitlines() if (root / ENVIRONMENT).exists() else []
-    words = shlex.join(json.loads(starts[0])["command"]) if starts else ""
-    teacher = json.loads((root / "teacher.json").read_text())
-    names = dict.fromkeys(each["name"] for each in teacher.get("routes", {"": teacher}).values())
-    terms, base = config.derived.loss.terms, config.model.path
-    hub_name = None if Path(base).exists() else re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(@\S+)?", base)
-    rows = [
-        ("base model", base),
-        ("teacher", ", ".join(names)),
-        ("prompts", ", ".join(config.data.train_files)),
-        ("loss", " + ".join(each.name if each.weight == 1 else f"{each.weight:g} {each.name}" for each in terms)),
-        ("steps", f"{step}, of {config.trainer.global_batch_size} prompts"),
-        *((f"validation {SCORES[key]}", changed(key, *values)) for key, values in state.scores().items()),
-        ("version of gkd", metadata.version("gkd")),
-    ]
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [distillation, gkd]"]
-    lines += [f"base_model: {hub_name[1]}"] if hub_name else []
-    lines += ["---", f"# {root.absolute().name}, step {step}", "", "A student, distilled on its own responses.", ""]
-    lines += ["| | |", "|---|---|", *(f"| {name} | {text.replace('|', '&#124;')} |" for name, text in rows)]
-    command = re.sub(r"^.*?(gkd\.main_gkd|\bgkd train)(?= )", "gkd train", words)
-    return "\n".join([*lines, *(["", "```", command, "```"] if command else []), ""])
+    teacher, terms = json.loads((root / "teacher.json").read_text()), config.derived.loss.terms
+    rows = {
+        "base model": config.model.path,
+        "teacher": ", ".join(dict.fromkeys(each["name"] for each in teacher.get("routes", {"": teacher}).values())),
+        "prompts": ", ".join(config.data.train_files),
+        "loss": " + ".join(term.name if term.weight == 1 else f"{term.weight:g} {term.name}" for term in terms),
+        "steps": f"{step}, of {config.trainer.global_batch_size} prompts",
+        **{f"validation {SCORES[key]}": changed(key, *values) for key, values in state.scores().items()},
+        "version of gkd": metadata.version("gkd"),
+    }
+    if (root / ENVIRONMENT).exists():
+        start = (root / ENVIRONMENT).read_text().partition("\n")[0]
+        rows["command"] = shlex.join(json.loads(start)["command"])
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [distillation, gkd]", "---"]
+    lines += [f"# {root.absolute().name}, step {step}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {text.replace('|', '&#124;')} |" for name, text in rows.items()]
+    with naming(out):
+        replace_file(out / "README.md", "\n".join([*lines, ""]).encode())
 
 
 _TITLES = {0: "run finished", 1: "run failed", 130: "run interrupted"}

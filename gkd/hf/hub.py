@@ -59,9 +59,19 @@ def local_path(path: str, key: str, *, weights: bool = True) -> str:
 
 
 def upload(folder: Path, repo: str) -> str:
-    """Upload a model folder, and return its address. Raises ConfigError naming --push: see `hub.upload`."""
-    with _named("--push", repo):
-        return hub.upload(folder, repo)
+    """Upload a model folder as one commit, and return its address. A repository that does not exist becomes private.
+
+    Raises ConfigError naming --push: the name is none, or the hub refuses or does not reply.
+    """
+    try:
+        from huggingface_hub import HfApi
+
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+        return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the student"))
+    except Exception as error:  # the library raises many types of errors
+        problem = f"the hub did not take {folder}, which is complete ({next(iter(str(error).splitlines()), '')})."
+        fix = f"write ORG/NAME, set HF_TOKEN to a token that may write there, and run `hf upload {repo} {folder}`."
+        raise ConfigError("--push", repo, problem, fix) from error
 
 
 def cached_folder(path: str) -> str:

@@ -8,8 +8,9 @@ from math import comb, isnan
 
 import numpy as np
 
-from gkd.config.schema import Config, Route
+from gkd.config.schema import Config
 from gkd.config.schema_sections import NO_METRIC
+from gkd.config.schema_teacher import NONE
 from gkd.console.state import SCORES
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
@@ -17,7 +18,7 @@ from gkd.metrics.token_groups import evaluation_numbers
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.colocation import GpuSharing
 from gkd.pipeline.source import generate_and_score
-from gkd.roles import JudgeRole, Roles, RolloutRole
+from gkd.roles import Roles
 from gkd.run.folder import RunFolder
 from gkd.types import GreedyReport, Prompt, Sample, ScoredChunk
 
@@ -54,6 +55,7 @@ class Evaluator:
         self._temperature = config.rollout.temperature
         self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
+        self._has_teacher = config.derived.teacher_pool != NONE
         self._images = {each.prompt_id: each.images for each in self._prompts or training_prompts if each.images}
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -97,32 +99,29 @@ class Evaluator:
         """
         with m.stage("eval"):
             with self._gpus.for_rollout():
+                sampled = self._prompts if self._has_teacher or self._config.n > 1 else []
                 pending = generate_and_score(
                     self._roles.rollout,
                     self._scoring,
-                    self._prompts,
-                    range(len(self._prompts)),
+                    sampled,
+                    range(len(sampled)),
                     n=self._config.n,
                     temperature=self._temperature,
                     seed=SEED,
                     policy_version=step,
                 )
-                # The engines decode while the teacher scores.
-                greedy = greedy_report(self._config.metric, self._roles.rollout, self._roles.judge, self._prompts)
+                greedy = self._greedy()  # the engines decode while the teacher scores
             with self._gpus.for_training():
                 scored = self._scoring.collect(pending)
                 self._metrics.add_scored(scored)
-                stats = self._roles.actor.evaluate(scored, keep_tokens=KEPT_TOKEN_LOSSES)
-            if stats.tokens:
-                self._folder.write_token_losses(step, stats.tokens, self._images)
-            kl = stats.extra.get("loss/token_kl")
-            numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
-            if (canonical := stats.extra.get("loss/canonical")) is not None:
-                numbers["eval/canonical"] = canonical
-            numbers |= evaluation_numbers(stats.tokens)
-            numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
+                numbers = self._distances(step, scored) if self._has_teacher else {}
             if greedy is not None:
-                numbers |= accuracy_numbers(greedy, self._routes)
+                numbers["eval/accuracy"] = greedy.accuracy
+                numbers |= {
+                    f"domain/{self._routes[route].name}/accuracy": accuracy
+                    for route, accuracy in greedy.by_route.items()
+                    if self._routes[route].name
+                }
                 self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES], self._images)
             else:
                 self._write_texts(step, scored, self._config.n)
@@ -131,36 +130,32 @@ class Evaluator:
             self._metrics.exclude_evaluation(overlapped=overlapped)
         m.add(numbers)
         self._evaluated(step, numbers)
-        shown = "  ".join(f"{label(key)} {value:.4g}" for key, value in numbers.items() if not isnan(value))
+        names = {key: SCORES.get(key) or key.removeprefix("eval/").replace("_", " ") for key in numbers}
+        shown = "  ".join(f"{names[key]} {value:.4g}" for key, value in numbers.items() if not isnan(value))
         log.info("step %d: validation: %s", step, shown)
 
+    def _distances(self, step: int, scored: Sequence[ScoredChunk]) -> dict[str, float]:
+        """Return the numbers that compare the student with the teacher; write those of some tokens."""
+        stats = self._roles.actor.evaluate(scored, keep_tokens=KEPT_TOKEN_LOSSES)
+        if stats.tokens:
+            self._folder.write_token_losses(step, stats.tokens, self._images)
+        kl = stats.extra.get("loss/token_kl")
+        numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
+        if (canonical := stats.extra.get("loss/canonical")) is not None:
+            numbers["eval/canonical"] = canonical
+        numbers |= evaluation_numbers(stats.tokens)
+        numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
+        return numbers
 
-def label(key: str) -> str:
-    """Return what a number of an evaluation is called in a log line or a table."""
-    return SCORES.get(key) or key.removeprefix("eval/").replace("pass_at_", "pass@").replace("_", " ")
-
-
-def greedy_report(
-    metric: str, rollout: RolloutRole, judge: JudgeRole | None, prompts: Sequence[Prompt]
-) -> GreedyReport | None:
-    """Generate greedily and judge with eval.metric. Return None if there is no metric.
-
-    Args:
-        judge: None: the engines compare the responses with the reference answers.
-    """
-    if metric == NO_METRIC:
-        return None
-    if judge is None:
-        return rollout.greedy(prompts, n_samples=KEPT_SAMPLES)
-    samples = rollout.greedy(prompts, n_samples=len(prompts)).samples
-    return judged(samples, judge.judge(samples), {prompt.prompt_id: prompt.route for prompt in prompts})
-
-
-def accuracy_numbers(greedy: GreedyReport, routes: Sequence[Route]) -> dict[str, float]:
-    """Return `eval/accuracy`, and with several teachers that of the prompts of each."""
-    names = {index: route.name for index, route in enumerate(routes) if route.name}
-    found = {f"domain/{names[route]}/accuracy": each for route, each in greedy.by_route.items() if route in names}
-    return {"eval/accuracy": greedy.accuracy, **found}
+    def _greedy(self) -> GreedyReport | None:
+        """Generate greedily and judge with eval.metric. Return None if there is no metric."""
+        if self._config.metric == NO_METRIC:
+            return None
+        judge, rollout = self._roles.judge, self._roles.rollout
+        if judge is None:
+            return rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES)
+        samples = rollout.greedy(self._prompts, n_samples=len(self._prompts)).samples
+        return judged(samples, judge.judge(samples), {prompt.prompt_id: prompt.route for prompt in self._prompts})
 
 
 def judged(samples: Sequence[Sample], values: Sequence[float], route_of: Mapping[int, int]) -> GreedyReport:

@@ -18,7 +18,7 @@ from gkd.config.check import check_config, usable
 from gkd.config.check_values import Mistakes
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
-from gkd.config.schema_teacher import ROLLOUT
+from gkd.config.schema_teacher import NONE, ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.data.render import Tools
@@ -404,8 +404,8 @@ def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
     if not derived.teacher_pool:
         with driver.doing("waiting for the teacher's description"):
             return tuple(request_info(route) for route in derived.routes)
-    if derived.teacher_pool == ROLLOUT:
-        return (rollout_teacher(config, device),)
+    if derived.teacher_pool in (ROLLOUT, NONE):
+        return (rollout_teacher(config, device),) * len(derived.routes)
     from gkd.preflight.meta_models import local_teacher  # imports torch and transformers
 
     return (local_teacher(config, device),)
@@ -421,7 +421,7 @@ def _probed(
     Args:
         tokenizer: whose ids the teachers read.
     """
-    if all(route.teacher.kind.is_described for route in config.derived.routes):
+    if config.derived.teacher_pool or all(route.teacher.kind.is_described for route in config.derived.routes):
         return teachers
     from gkd.preflight.http_teacher import probed  # imports aiohttp
 
@@ -622,24 +622,3 @@ def check_scoring(config: Config) -> ScoringPlan:
     if n_vocab < n_student_vocab:
         check_masked(config, n_vocab, eos_ids, prompts)
     return ScoringPlan(config, prompts, eos_ids, teachers, n_vocab)
-
-
-def check_answering(config: Config) -> tuple[Config, str, list[int], list[Prompt]]:
-    """Check what the engines need to answer the held-out prompts, and what judges them. Makes no run folder.
-
-    Returns:
-        The settings with local copies, cpu or cuda, the end tokens, and the prompts.
-
-    Raises:
-        ConfigError, ModelError, ClusterError: as `preflight`.
-    """
-    check_config(config)
-    check_ray_installed()
-    config = with_local_copies(config.with_values(pinned_names(config)), ("model.path", *FILES))
-    device = _checked_device(config)
-    config = chosen(config)
-    tokenizer, _, eos_ids = read_student(config)
-    check_engines(config, device)
-    prompts = _held_out(config, tokenizer, environment_tools(config, tokenizer), None)
-    check_functions(config, "eval.metric", config.derived.metrics, prompts, tokenizer)
-    return config, device, eos_ids, prompts

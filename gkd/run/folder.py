@@ -54,7 +54,6 @@ ENVIRONMENT, LOG = "environment.jsonl", "log.txt"
 PLACES = "gpus.json"
 STACKS = "stacks.txt"
 IMAGES = "images"
-CARD = "README.md"  # the model card of an export
 EXPORT, _NEW, _OLD = "export", ".new_export", ".trash_export"
 LOCK, ORIGIN, GOING_BACK = ".lock", "branched_from", "going_back"
 _BY_STEP = ("samples", "token_losses", "profile", BATCHES)  # folders with files of each evaluation or step
@@ -198,22 +197,17 @@ class RunFolder:
                 fsync(self.root)  # otherwise a power cut can restore it, and the run would rewind again
         return state
 
-    def publish_export(self, card: str = "") -> Path:
+    def publish_export(self) -> Path:
         """Replace an earlier export with the complete folder at `new_export`, and return its final path.
 
         Not every file system can exchange two folders in one operation. After a kill between the two renames
         `tidy_export` restores the earlier export.
 
-        Args:
-            card: text of its README.md; empty: it has none of its own.
-
         Raises:
-            CheckpointError: it cannot be written or renamed; the earlier export stays.
+            CheckpointError: it cannot be renamed; the earlier export stays.
         """
         final, old = self.root / EXPORT, self.root / _OLD
         with naming(final):
-            if card:
-                replace_file(self.new_export / CARD, card.encode())
             if final.exists():
                 final.rename(old)
             try:

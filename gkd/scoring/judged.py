@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,15 +65,7 @@ class JudgedScoring:
         Raises:
             RewardError, DataError: see `gkd.scoring.reward.judging.Judging.judge`.
         """
-        return self._advantages(self._with_values(self._inner.collect(pending), pending))
-
-    def judge_chunks(self, chunks: Iterable[RolloutChunk]) -> list[ScoredChunk]:
-        """Judge responses that no teacher scores; blocks. Raises as `collect`."""
-        pending = [self._judged(PendingScores(chunk, None, None)) for chunk in chunks]
-        return self._with_values([ScoredChunk(each.rollouts, None, None, 0) for each in pending], pending)
-
-    def _with_values(self, scored: Sequence[ScoredChunk], pending: Sequence[PendingScores]) -> list[ScoredChunk]:
-        """Wait for the values of chunks, and return the chunks with them."""
+        scored = self._inner.collect(pending)
         names = {p.rewards: f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
         names.pop(None, None)
         found = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
@@ -82,7 +74,7 @@ class JudgedScoring:
             if p.rewards is not None:
                 chunk = replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
             batch.append(chunk)
-        return batch
+        return self._advantages(batch)
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
         return [self._judged(pending) for pending in self._inner.restore(folder, label)]
@@ -180,19 +172,14 @@ def init_judging(
 
 def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Sequence[Any]) -> Roles:
     """Return the roles with the judging that the settings require."""
-    scoring = roles.scoring
+    scoring, timeout_s = roles.scoring, config.trainer.stage_timeout_s
     if derived.rewards:
         # Held-out responses answer other prompts: no reward of training, and no advantage, belongs to them.
         roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints), evaluation=scoring)
     if derived.metrics:
-        roles = replace(roles, judge=validation_judge(scoring, config, endpoints))
+        judge = JudgedScoring(scoring, endpoints, timeout_s, VALIDATION, len(derived.metrics))
+        roles = replace(roles, judge=judge)
     return roles
-
-
-def validation_judge(scoring: ScoringRole, config: Config, endpoints: Sequence[Any]) -> JudgedScoring:
-    """Return the scoring of held-out prompts, judged by eval.metric."""
-    n_functions = len(config.derived.metrics)
-    return JudgedScoring(scoring, endpoints, config.trainer.stage_timeout_s, VALIDATION, n_functions)
 
 
 def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endpoints: Sequence[Any]) -> JudgedScoring:

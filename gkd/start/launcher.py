@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from gkd.actor import worker as actor_worker
-from gkd.actor.frozen.pools import LocalScoring, ReferencePool
+from gkd.actor.frozen.pools import LocalScoring, NoTeacher, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
@@ -22,7 +22,7 @@ from gkd.cluster.pool import Pool
 from gkd.cluster.stacks import hang_report, rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schema import Config
-from gkd.config.schema_teacher import ACTOR, ROLLOUT
+from gkd.config.schema_teacher import ACTOR, NONE, ROLLOUT
 from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.log import get_logger
@@ -38,20 +38,12 @@ from gkd.rollout.vllm.start import engine_folder, remove_files
 from gkd.run.failure_policy import attempt
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import GroupEndpoint
-from gkd.scoring.judged import (
-    JUDGING,
-    JudgedScoring,
-    init_judging,
-    validation_judge,
-    with_judges,
-    workers_per_endpoint,
-)
+from gkd.scoring.judged import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.scoring.pool import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.scoring.teacher.window import throttle_warning, window_of_group
 from gkd.spans import driver
 from gkd.start.gpu_map import record_end, record_placement, record_restart
-from gkd.start.pools import actor_env, cpu_threads, make_cluster, make_pools, pool_specs, worker_env
-from gkd.types import Prompt
+from gkd.start.pools import actor_env, cpu_threads, make_cluster, make_pools, worker_env
 
 log = get_logger("launcher")
 
@@ -91,33 +83,6 @@ def started_roles(plan: Plan, *, engines_sleep: bool = False) -> Iterator[Roles]
             if error.diagnosed:
                 raise
             raise _diagnosed(error, startup, cluster.run, plan) from error
-
-
-@contextmanager
-def started_engines(
-    config: Config, device: str, eos_ids: Sequence[int], prompts: Sequence[Prompt]
-) -> Iterator[tuple[RolloutPool, JudgedScoring]]:
-    """Start the engines alone, with the weights of model.path, and what judges answers to these held-out prompts.
-
-    Raises as `started_roles`.
-    """
-    on_cpu, limit_s = device == "cpu", config.trainer.init_timeout_s
-    spec = replace(pool_specs(config)[1], helper_cpus=HELPER_CPUS)
-    with driver.doing("starting Ray"):
-        cluster = make_cluster(config, on_cpu=on_cpu, pools=[spec])
-    with ExitStack() as ending:
-        ending.callback(_stop, cluster)
-        with driver.doing("start-up"):
-            slots = cluster.make_pools([spec], limit_s)[ROLLOUT]
-            env = worker_env(on_cpu, chunk_size(config), n_threads=cpu_threads(config)[1])
-            workers = slots.spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
-            rollout = RolloutPool(workers, config, 1)
-            ending.callback(attempt, "closing the engines", rollout.close)
-            building = rollout.init_model(device, eos_ids)
-            endpoints = spawn_endpoints(config, [0], slots, device, GroupEndpoint)
-            gather(building, "init_model", limit_s)
-            init_judging(config, config.derived, [], prompts, endpoints, limit_s)
-        yield rollout, validation_judge(LocalScoring(list, endpoints, limit_s), config, endpoints)
 
 
 def _stop(cluster: Cluster) -> None:
@@ -237,6 +202,8 @@ def _connect(
     if config.derived.teacher_pool == ROLLOUT:
         local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
         return Roles(actor, rollout, local, pushes, reference)
+    if config.derived.teacher_pool == NONE:
+        return Roles(actor, rollout, NoTeacher(list, endpoints, timeout_s), pushes, reference)
     throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
     remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
     pool = ScoringPool(endpoints, timeout_s)
@@ -269,9 +236,8 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     # the end of a chunk.
     n_in_flight = sum(window.n_in_flight for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
-    ranks = actor.last_stage_ranks()
     if config.derived.teacher_pool:
-        return spawn_endpoints(config, ranks, slots, plan.device, GroupEndpoint)
+        return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
     probes = [info.probe for info in plan.teachers]
     n_vocab = plan.pair.n_listed if plan.pair else plan.n_vocab
     args = (
@@ -283,15 +249,15 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
         [info.numerics for info in plan.teachers],
         [info.model_name for info in plan.teachers],
     )
-    return spawn_endpoints(config, ranks, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
+    return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 
 
 def spawn_endpoints(
-    config: Config, ranks: Sequence[int], slots: Pool, device: str, kind: type, *args: Any, n_threads: int = 1
+    config: Config, actor: ActorPool, slots: Pool, device: str, kind: type, *args: Any, n_threads: int = 1
 ) -> list[Any]:
-    """Start an endpoint of this class near each of these ranks, one per data-parallel group."""
+    """Start an endpoint of this class per data-parallel group, on the node of its last pipeline stage."""
     env = worker_env(device == "cpu", chunk_size(config))
-    groups = {RECORDS: 1, HEALTH: 1, JUDGING: workers_per_endpoint(config, len(ranks))}
+    groups = {RECORDS: 1, HEALTH: 1, JUDGING: workers_per_endpoint(config, actor.dp_size)}
     return [
         ray.remote(concurrency_groups=groups)(kind)
         .options(
@@ -301,7 +267,7 @@ def spawn_endpoints(
             scheduling_strategy=slots.near(rank),
         )
         .remote(config, *args)
-        for i, rank in enumerate(ranks)
+        for i, rank in enumerate(actor.last_stage_ranks())
     ]
 
 

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from gkd.config.load import load_config
 from gkd.console.state import RunState
-from gkd.console.summary import model_card, serve_command
+from gkd.console.summary import serve_command, write_card
 from gkd.errors import ConfigError
 from gkd.hf.hub import upload, with_local_copies
 from gkd.metrics.writer import read_metrics
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_of, verified
-from gkd.run.disk import replace_file
-from gkd.run.folder import CARD, CHECKPOINTS
+from gkd.run.folder import CHECKPOINTS
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
@@ -27,9 +26,9 @@ _EXAMPLES = """examples:
   gkd export runs/mine --step 200 --out exports/step_200
   gkd export runs/mine --best --out exports/best --push ORG/NAME
 
-README.md in the folder is a model card. --push makes the repository, private, if there is none; HF_TOKEN is the token.
+--push makes the repository, private, if there is none; HF_TOKEN is the token.
 
-exit code: 0 done, 1 the disk or the hub failed, or a file is damaged; 2 no such run or checkpoint, or DIR exists
+exit code: 0 done, 1 the disk failed, or a file is damaged; 2 no such run or checkpoint, DIR exists, the hub refused
 """
 
 
@@ -49,72 +48,58 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_checkpoint(root: Path, step: int | None, *, best: bool) -> Path:
-    """Return a checkpoint of a run: of a step, the best, or the newest; every byte of it is verified.
+    """Return a checkpoint of a run: of a step, the best, or the newest. Every byte of it is verified.
 
-    Raises:
-        ConfigError: the folder belongs to no run, or the checkpoint does not exist.
-        CheckpointError: it is damaged.
+    Raises ConfigError: there is none; CheckpointError: it is damaged.
     """
     store = CheckpointStore(root / CHECKPOINTS)
     saved = {step_of(folder): folder for folder in store.committed()}
-    if not saved:
-        found = "this is a checkpoint" if step_of(root) is not None else "it has no checkpoint of a run"
-        raise ConfigError("RUN", str(root.absolute()), f"{found}.", "name the folder of a run that has saved one.")
-    listed = f"Saved steps: {', '.join(map(str, saved))}."
-    marked = store.best() if best else None
-    if best and marked is None:
-        raise ConfigError("--best", str(root), f"no step is marked. {listed}", "use --step, or trainer.keep_best.")
-    wanted = marked.step if marked else [*saved][-1] if step is None else step
-    if wanted not in saved:
-        fix = "choose one of these; trainer.save_every and trainer.keep_last decide which there are."
-        raise ConfigError("--step", wanted, f"it is no checkpoint of {root}. {listed}", fix)
-    verified(saved[wanted])
-    return saved[wanted]
+    if best:
+        marked = store.best()
+        step = None if marked is None else marked.step
+    elif step is None and saved:
+        step = [*saved][-1]
+    if step not in saved:
+        what = "best step" if best else "checkpoint" if step is None else f"checkpoint of step {step}"
+        problem = f"it has no {what}. Saved steps: {', '.join(map(str, saved)) or 'none'}."
+        fix = "name the folder of a run and one of its steps; --best needs trainer.keep_best."
+        raise ConfigError("RUN", str(root.absolute()), problem, fix)
+    verified(saved[step])
+    return saved[step]
 
 
 def export(checkpoint: Path, out: Path) -> None:
     """Write the student of a checkpoint as a Hugging Face folder with a model card.
 
-    Raises:
-        ConfigError, ModelError: the folder that the student was built from is missing, or of another model.
-        CheckpointError: a file is damaged.
-        OSError: `out` exists or cannot be written.
+    Raises ConfigError, ModelError: model.path is missing, or of another model; CheckpointError, OSError: of the disk.
     """
     # The backends import torch, and `gkd export --help` needs none.
     from gkd.actor.common.base import ADAPTER_FOLDER
     from gkd.actor.common.hf_folder import write_adapters, write_folder
-    from gkd.actor.common.shards import ShardReader, read_params
+    from gkd.actor.common.shards import ShardReader
     from gkd.hf.model_folder import checked_folder, open_tensors
 
     config = load_config(checkpoint / "config.yaml")
-    local = with_local_copies(config, ("model.path",))
-    base, lora = Path(local.model.path), config.actor.lora
-    with (
-        checked_folder("model.path", local.model.path),
-        ShardReader(checkpoint / ACTOR) as reader,
-        open_tensors(base) as held,
-    ):
+    path = with_local_copies(config, ("model.path",)).model.path
+    base = Path(path)
+    with checked_folder("model.path", path), ShardReader(checkpoint / ACTOR) as reader, open_tensors(base) as held:
         if reader.meta["strategy"] == "megatron":
             warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex")  # of Megatron, for each that is missing
-            from gkd.actor.megatron import checkpoint as megatron
-
-            weights, factors = megatron.saved_params(reader, base, held, lora if lora.rank else None)
+            from gkd.actor.megatron.checkpoint import saved_tensors
         else:
-            from gkd.actor.fsdp import student as fsdp
-
-            code, vision = config.model.trust_remote_code, config.derived.vision
-            weights, factors = fsdp.saved_params(reader, base, held, trust_remote_code=code, vision=vision)
-        plan, tensors = read_params(weights)
-        write_folder(tensors, [plan], out, base, stop_ids=config.rollout.stop_token_ids)
+            from gkd.actor.fsdp.student import saved_tensors
+        weights, factors = saved_tensors(reader, config, base, held)
+        tensors = ((plan[0], read()) for plan, read in weights.items())
+        write_folder(tensors, [list(weights)], out, base, stop_ids=config.rollout.stop_token_ids)
         if factors:
-            plan, tensors = read_params(factors)
-            write_adapters(tensors, plan, out / ADAPTER_FOLDER, lora, str(base))
+            tensors = ((plan[0], read()) for plan, read in factors.items())
+            write_adapters(tensors, list(factors), out / ADAPTER_FOLDER, config.actor.lora, path)
     root, step = checkpoint.parents[1], step_of(checkpoint) or 0
     state = RunState(step)
     for line in read_metrics(root / "metrics.jsonl"):
         if line["step"] <= step:
             state.add_past(int(line["step"]), line)
-    replace_file(out / CARD, model_card(root, config, state, step).encode())
+    write_card(out, root, config, state, step)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

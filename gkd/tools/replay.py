@@ -162,7 +162,7 @@ def replayed(case: Case) -> list[TrainStats]:
             gather(actor.init_model(device, _total_steps(case), timeout_s), "init_model", timeout_s)
             if config.derived.reference_folder:
                 actor.init_reference(timeout_s)
-            endpoints = spawn_endpoints(config, actor.last_stage_ranks(), slots, device, *endpoint)
+            endpoints = spawn_endpoints(config, actor, slots, device, *endpoint)
             if needs_teacher and config.derived.teacher_pool:
                 actor.init_teacher(timeout_s, pair)
             elif needs_teacher:

@@ -155,22 +155,6 @@ def local_path(
     return pinned.local(weights=weights, offline=offline)
 
 
-def upload(folder: Path, repo: str) -> str:
-    """Upload a model folder as one commit, and return its address. A repository that does not exist becomes private.
-
-    Raises FolderError: the name is none, or the hub refuses or does not reply.
-    """
-    try:
-        from huggingface_hub import HfApi
-
-        HfApi().create_repo(repo, private=True, exist_ok=True)
-        return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the student"))
-    except Exception as error:  # the library raises many types of errors
-        problem = f"the hub did not take {folder}, which is complete ({next(iter(str(error).splitlines()), '')})."
-        fix = f"write ORG/NAME, set HF_TOKEN to a token that may write there, and run `hf upload {repo} {folder}`."
-        raise FolderError(Path(repo), problem, fix) from error
-
-
 def name_of(folder: Path) -> str | None:
     """Return org/name of a model folder in the hub's cache; None for another folder."""
     words = folder.parent.parent.name.split("--")

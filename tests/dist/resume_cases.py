@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
-from gkd.actor.common.shards import ShardReader, read_params
-from gkd.actor.fsdp.student import saved_params as fsdp_params
-from gkd.actor.megatron.checkpoint import saved_params as megatron_params
+from gkd.actor.common.shards import ShardReader
+from gkd.actor.fsdp.student import saved_tensors as fsdp_tensors
+from gkd.actor.megatron.checkpoint import saved_tensors as megatron_tensors
+from gkd.config.load import load_config
 from gkd.hf.model_folder import open_tensors
 from tests.device import host, rank_device
 from tests.dist.helpers import destroy_groups
@@ -124,14 +125,12 @@ def weights(student: Any) -> dict[str, str]:
 def exported(folder: Path, base: Path, lora: Any = None) -> dict[str, str]:
     """Return the digest of each tensor that `gkd export` writes of a checkpoint."""
     with ShardReader(folder) as reader, open_tensors(base) as held:
-        if reader.meta["strategy"] == "megatron":
-            params, _ = megatron_params(reader, base, held, lora)
-        else:
-            params, _ = fsdp_params(reader, base, held, trust_remote_code=False, vision="none")
-        plan, tensors = read_params(params)
-        read = [(name, tuple(tensor.shape), tensor.dtype, digest(tensor)) for name, tensor in tensors]
-    assert plan == [one[:3] for one in read]
-    return {name: own for name, _, _, own in read}
+        saved = megatron_tensors if reader.meta["strategy"] == "megatron" else fsdp_tensors
+        config = load_config(None).with_values({} if lora is None else {"actor.lora": lora})
+        weights, factors = saved(reader, config, base, held)
+        for (_, shape, dtype), read in (*weights.items(), *factors.items()):
+            assert (tuple(read().shape), read().dtype) == (shape, dtype)
+        return {name: digest(read()) for (name, _, _), read in weights.items()}
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -14,7 +14,8 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.console.state import RunState
-from gkd.console.summary import Closing, model_card
+from gkd.console.summary import Closing, write_card
+from gkd.metrics.writer import read_metrics
 from gkd.run.checkpoints import ACTOR, step_of
 from gkd.tools import evaluate, export
 from tests.hub import Hub
@@ -47,10 +48,10 @@ def test_the_newest_the_best_or_a_step_is_chosen(run: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("folder", "words", "key", "said"),
     [
-        ("run", ["--step", "3"], "--step", "Saved steps: 2, 4, 6"),
+        ("run", ["--step", "3"], "RUN", "no checkpoint of step 3. Saved steps: 2, 4, 6."),
         ("run", ["--out", "run"], "--out", "exists already"),
-        ("run/checkpoints/step_00000004", [], "RUN", "this is a checkpoint"),
-        ("run/export", ["--best"], "RUN", "no checkpoint of a run"),
+        ("run/checkpoints/step_00000004", [], "RUN", "no checkpoint. Saved steps: none."),
+        ("run/export", ["--best"], "RUN", "no best step. Saved steps: none."),
         ("nothing", [], "RUN", "nothing"),
     ],
 )
@@ -74,7 +75,7 @@ def test_what_cannot_be_exported_is_refused(
 def test_a_run_without_a_best_step(tmp_path: Path) -> None:
     """Fails if --best of a run without trainer.keep_best takes any checkpoint."""
     make(tmp_path, World(), *SETTINGS, val=PROMPTS).fit()
-    with refuses("--best"):
+    with refuses("RUN"):
         export.find_checkpoint(tmp_path / "run", None, best=True)
 
 
@@ -83,23 +84,27 @@ def test_the_card_says_what_the_student_was_made_of(run: Path) -> None:
     text = (run / "export" / "README.md").read_text()
     for row in ("| base model | m |", "| teacher | t |", "| prompts | a |", "| loss | forward_kl |", "| steps | 6"):
         assert row in text, row
-    assert "| validation KL | 0.3000 -> 0.3000 |" in text and "base_model:" not in text and "```" not in text
+    assert "| validation KL | 0.3000 -> 0.3000 |" in text and "| command |" not in text
     words = '["/x/python", "-m", "gkd.main_gkd", "--config", "a b.yaml"]'
     (run / "environment.jsonl").write_text(f'{{"command": {words}}}\n{{"command": ["resumed"]}}\n')
     (run / "teacher.json").write_text('{"name": "t", "routes": {"a": {"name": "t"}, "b": {"name": "u"}}}')
     losses = "distill.losses=[{name: jsd, weight: 0.5}, {name: k1}]"
     config = make(run.parent / "other", World(), losses, "model.path=org/name@abc").config
-    text = model_card(run, config, RunState(6), 4)
-    assert "# run, step 4" in text and "\nbase_model: org/name\n---\n" in text and "| teacher | t, u |" in text
-    assert "| loss | 0.5 jsd + k1 |" in text and "```\ngkd train --config 'a b.yaml'\n```" in text
+    write_card(run / "export", run, config, RunState(6), 4)
+    text = (run / "export" / "README.md").read_text()
+    assert "# run, step 4" in text and "| base model | org/name@abc |" in text and "| teacher | t, u |" in text
+    assert "| loss | 0.5 jsd + k1 |" in text
+    assert "| command | /x/python -m gkd.main_gkd --config 'a b.yaml' |" in text
 
 
 def test_an_evaluation_alone_trains_nothing(run: Path) -> None:
     """Fails if `gkd eval` measures other weights than those of the checkpoint, or makes a step."""
     world = World()
-    numbers = make(run.parent / "eval", world, val=PROMPTS).evaluate(run / "checkpoints" / "step_00000004", 4)
+    trainer = make(run.parent / "eval", world, val=PROMPTS)
+    trainer.evaluate(run / "checkpoints" / "step_00000004", 4)
     assert world.events[:2] == ["load", "push 4"] and "evaluate" in world.events and "train" not in world.events
-    assert (numbers["eval/kl"], numbers["eval/accuracy"]) == (0.3, 0.5)
+    (numbers,) = read_metrics(trainer.folder.metrics_file)
+    assert (numbers["step"], numbers["eval/kl"], numbers["eval/accuracy"]) == (4, 0.3, 0.5)
     assert (run / "checkpoints" / "step_00000004" / ACTOR).is_dir()
 
 
@@ -107,8 +112,6 @@ def test_an_evaluation_alone_trains_nothing(run: Path) -> None:
     ("own", "overrides", "expected"),
     [
         ((), [], {"eval.metric": "exact_match", "eval.max_prompts": 200, "trainer.total_steps": 1}),
-        (("eval.metric=none", "reward.functions=[{path: length}]"), [], {"eval.metric": "length"}),
-        (("eval.metric=none", "reward.functions=[{path: length}]"), ["eval.metric=none"], {"eval.metric": "none"}),
         (("actor.optim.schedule=wsd", "actor.optim.decay_steps=3"), [], {"actor.optim.schedule": "constant"}),
         (
             ("trainer.scheduler=two_step_off", "trainer.loggers=[wandb]"),
@@ -116,6 +119,12 @@ def test_an_evaluation_alone_trains_nothing(run: Path) -> None:
             {"trainer.loggers": [], "eval.n": 4},
         ),
         (("distill.on_policy_share=0.5", "distill.loss=sft"), [], {"data.train_files": ["a"], "data.val_files": ["v"]}),
+        (
+            ("data.teacher_key=t", "teacher.routes={a: {server_port: 9}, default: {}}", "teacher.signal=hidden"),
+            [],
+            {"teacher.backend": "none"},
+        ),
+        (("teacher.backend=rollout", "teacher.prompt_template={answer}"), ["teacher.backend=none"], {}),
     ],
 )
 def test_settings_of_an_evaluation(tmp_path: Path, own: Any, overrides: list[str], expected: dict[str, Any]) -> None:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.actor.common.hf_folder import DTYPES, TensorPlan
+from gkd.actor.common.hf_folder import DTYPES
 from gkd.errors import CheckpointError
 from teacher_server.engines.weight_files import read_header
 
@@ -41,16 +41,6 @@ class Piece:
     part: int  # index of the tensor-parallel part of the parameter; 0 if it is not split
     start: int  # index of the first element in the flattened part
     data: Tensor  # [n], contiguous
-
-
-# Tensors of an export that one parameter of a checkpoint holds, and what reads them.
-SavedParam: TypeAlias = tuple[Sequence[TensorPlan], Callable[[], Iterable[Tensor]]]
-
-
-def read_params(params: Sequence[SavedParam]) -> tuple[list[TensorPlan], Iterator[tuple[str, Tensor]]]:
-    """Return plan and tensors for `write_folder`; one parameter at a time is in memory."""
-    tensors = ((one[0], tensor) for plan, read in params for one, tensor in zip(plan, read(), strict=True))
-    return [one for plan, _ in params for one in plan], tensors
 
 
 def file_name(rank: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Unpack
@@ -21,20 +21,11 @@ from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.agree import probe_group, same_error
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
-from gkd.actor.common.hf_folder import TensorPlan
+from gkd.actor.common.hf_folder import SavedTensors, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.lora import merge
 from gkd.actor.common.optim_spec import clip_factor
-from gkd.actor.common.shards import (
-    KINDS,
-    Piece,
-    SavedParam,
-    ShardReader,
-    check_same_student,
-    check_trained,
-    restore_rng,
-    rng_state,
-)
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.common.step import BatchSums
 from gkd.actor.fsdp.attention import check_columns
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
@@ -49,7 +40,8 @@ from gkd.actor.fsdp.optim import (
 )
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import Place, flat_rows, full_tensor, load_weights, match_files
+from gkd.actor.fsdp.weights import FilePart, Place, flat_rows, full_tensor, load_weights, match_files
+from gkd.config.schema import Config
 from gkd.config.schema_sections import Vision
 from gkd.data.columns import Columns
 from gkd.hf.model_folder import open_tensors, weights_digest
@@ -302,44 +294,42 @@ class FsdpStudent(Student):
         return self._dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
 
 
-def saved_params(
-    reader: ShardReader, base: Path, held: Mapping[str, Any], *, trust_remote_code: bool, vision: Vision
-) -> tuple[list[SavedParam], list[SavedParam]]:
-    """Return the weights of a checkpoint as `FsdpStudent.export` yields them, and its adapters. No collective.
+def saved_tensors(
+    reader: ShardReader, config: Config, base: Path, held: Mapping[str, Any]
+) -> tuple[SavedTensors, SavedTensors]:
+    """Return a checkpoint's weights as `FsdpStudent.export` yields them, and its adapters. No collective.
 
     Args:
-        base: the folder that the student was built from, and `held` its tensors; frozen ones are read there.
-        trust_remote_code, vision: as for `FsdpStudent`.
+        held: tensors of `base`, the folder that the student was built from; frozen weights are read there.
 
-    Raises:
-        ModelError, CheckpointError: the folder is damaged, or of another model.
+    Raises ModelError, CheckpointError: the folder is damaged, or of another model.
     """
-    shapes = {name: tuple(shape) for name, shape in reader.meta["shapes"].items()}
-    scale, dtype = reader.meta["lora_scale"], getattr(torch, reader.meta["dtype"])
-    built, code = dtype if scale else torch.float32, trust_remote_code
+    saved, vision = reader.meta, config.derived.vision
+    shapes, scale, dtype = saved["shapes"], saved["lora_scale"], getattr(torch, saved["dtype"])
+    built, code = dtype if scale else torch.float32, config.model.trust_remote_code
     hf = build_on_meta(base, dtype=built, packing=False, trust_remote_code=code, images=vision != "none")
     freeze_vision(hf, vision, dtype)
-    frozen = frozen_vision(hf)
-    places = {name: place for name, place in match_files(hf, base, held).items() if name not in frozen}
-    digest = {"base": weights_digest(base)} if reader.meta["base"] else {}
-    check_trained(
-        reader.folder, reader.meta, digest | ({} if scale else {"shapes": dict.fromkeys(shapes.keys() & places.keys())})
-    )
+    frozen, places = frozen_vision(hf), match_files(hf, base, held)
+    trained = {name: list(place.shape) for name, place in places.items() if place.tensor.requires_grad}
+    own = {"base": weights_digest(base) if saved["base"] else "", "shapes": shapes if scale else trained}
+    check_same_student(reader.folder, saved, own, settings=(), model="shapes")
 
-    def read(name: str) -> Tensor:
+    @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
+    def param(name: str) -> Tensor:
         return reader.read(name, "param", 0, 0, prod(shapes[name])).view(shapes[name])
 
-    def weights(name: str, place: Place, own: torch.dtype) -> Iterator[Tensor]:
-        whole = read(name).to(own) if name in shapes else None
+    def weight(name: str, place: Place, part: FilePart, dtype: torch.dtype) -> Tensor:
+        if name in shapes:
+            return part.cut_from(param(name)).to(dtype)
+        tensor: Tensor = held[part.name].get_tensor(part.name).to(dtype)
         a, b = (f"{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB")
-        for part in place.parts:
-            tensor = held[part.name].get_tensor(part.name).to(own) if whole is None else part.cut_from(whole)
-            is_conv = isinstance(place.module, Conv1D)
-            yield merge(tensor, read(a), read(b), scale, transposed=is_conv) if a in shapes else tensor
+        is_conv = isinstance(place.module, Conv1D)
+        return merge(tensor, param(a), param(b), scale, transposed=is_conv) if a in shapes else tensor
 
-    saved: list[SavedParam] = []
+    weights: SavedTensors = {}
     for name, place in places.items():
-        own = dtype if isinstance(place.tensor, torch.nn.Parameter) else place.tensor.dtype
-        saved.append(([(part.name, part.shape, own) for part in place.parts], partial(weights, name, place, own)))
-    adapters = shapes if scale else {}
-    return saved, [([(name, shape, torch.float32)], partial(map, read, [name])) for name, shape in adapters.items()]
+        to = dtype if isinstance(place.tensor, torch.nn.Parameter) else place.tensor.dtype
+        for part in place.parts if name not in frozen else ():
+            weights[part.name, part.shape, to] = partial(weight, name, place, part, to)
+    factors = shapes if scale else {}
+    return weights, {(name, tuple(shape), torch.float32): partial(param, name) for name, shape in factors.items()}

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
+from gkd.actor.common.hf_folder import SavedTensors
 from gkd.actor.common.lora import merge
-from gkd.actor.common.shards import (
-    KINDS,
-    Piece,
-    SavedParam,
-    ShardReader,
-    check_same_student,
-    restore_rng,
-    rng_state,
-)
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.megatron.hf_mapping import WHOLE, Shape, SplitVocab, TensorEntry, stage_entries
 from gkd.actor.megatron.lora import adapter_shapes, adapters_of
 from gkd.actor.megatron.model import StudentModel
 from gkd.actor.megatron.model_config import read_megatron_dims
-from gkd.config.schema_actor import LoraConfig
+from gkd.config.schema import Config
 from gkd.hf.model_folder import weights_digest
 
 _TRACKER = "megatron."  # prefix of the names of Megatron's generators
@@ -184,47 +177,47 @@ def _resplit(
     return part.view(-1)[start:stop]
 
 
-def saved_params(
-    reader: ShardReader, base: Path, held: Mapping[str, Any], lora: LoraConfig | None
-) -> tuple[list[SavedParam], list[SavedParam]]:
-    """Return the weights of a checkpoint as `MegatronStudent.export` yields them, and its adapters. No collective.
+def saved_tensors(
+    reader: ShardReader, config: Config, base: Path, held: Mapping[str, Any]
+) -> tuple[SavedTensors, SavedTensors]:
+    """Return a checkpoint's weights as `MegatronStudent.export` yields them, and its adapters. No collective.
 
     Args:
-        base: the folder that the student was built from, and `held` its tensors; adapters are merged into them.
+        held: tensors of `base`, the folder that the student was built from; frozen weights are read there.
 
-    Raises:
-        ModelError, CheckpointError: the folder is unsupported, or of another model.
+    Raises ModelError, CheckpointError: the folder is damaged, or of another model.
     """
-    dims, dtype = read_megatron_dims(base), getattr(torch, reader.meta["dtype"])
-    own = {"dims": json.loads(json.dumps(asdict(dims)))} | ({"base": weights_digest(base)} if lora else {})
-    check_same_student(reader.folder, reader.meta, own, settings=(), model="dims")
-    adapters = {} if lora is None else {adapter.weight: adapter for adapter in adapters_of(dims, WHOLE, lora)}
+    dims, lora, dtype = read_megatron_dims(base), config.actor.lora, getattr(torch, reader.meta["dtype"])
+    own = {"dims": json.loads(json.dumps(asdict(dims))), "base": weights_digest(base) if lora.rank else ""}
+    check_same_student(reader.folder, {"base": "", **reader.meta}, own, settings=(), model="dims")
+    adapters = {each.weight: each for each in adapters_of(dims, WHOLE, lora)} if lora.rank else {}
 
-    def whole(entry: TensorEntry) -> tuple[Tensor, ...]:
+    @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
+    def param(entry: TensorEntry) -> tuple[Tensor, ...]:
         n_parts = reader.meta["layout"]["tp"] if _is_split(entry) else 1
         name, shape = entry.hf_names[0], part_shape(entry, n_parts)
         parts = [reader.read(name, "param", i, 0, math.prod(shape)).view(shape) for i in range(n_parts)]
         return entry.layout.join(torch.stack(parts), dims)
 
-    def weights(entry: TensorEntry) -> Iterator[Tensor]:
-        if lora is None:
-            yield from (tensor.to(dtype) for tensor in whole(entry))
-            return
-        for name in entry.hf_names:
-            tensor = held[name].get_tensor(name).to(dtype)
-            if adapter := adapters.get(name):
-                (a,), (b,) = whole(adapter.a), whole(adapter.b)
-                tensor = merge(tensor, a, b, lora.scale)
-            yield tensor
+    def tensor(entry: TensorEntry, i: int, dtype: torch.dtype) -> Tensor:
+        name = entry.hf_names[i]
+        if not lora.rank or (name, "param", 0) in reader.index:
+            return param(entry)[i].to(dtype)
+        weight: Tensor = held[name].get_tensor(name).to(dtype)
+        adapter = adapters.get(name)
+        return weight if adapter is None else merge(weight, *param(adapter.a), *param(adapter.b), lora.scale)
 
-    def plan(entry: TensorEntry, dtype: torch.dtype) -> list[tuple[str, Shape, torch.dtype]]:
-        return [(name, shape, dtype) for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)]
+    def tensors(entries: Iterable[TensorEntry], dtype: torch.dtype) -> SavedTensors:
+        return {
+            (name, entry.hf_shapes[i], dtype): partial(tensor, entry, i, dtype)
+            for entry in entries
+            for i, name in enumerate(entry.hf_names)
+        }
 
     # A correction bias is not trained: no checkpoint has it, and `write_folder` copies it.
-    entries = [entry for entry in stage_entries(dims, WHOLE) if not entry.param.endswith("correction_bias")]
-    factors = [entry for adapter in adapters.values() for entry in (adapter.a, adapter.b)]
-    saved: list[SavedParam] = [(plan(entry, dtype), partial(weights, entry)) for entry in entries]
-    return saved, [(plan(entry, torch.float32), partial(whole, entry)) for entry in factors]
+    entries = (entry for entry in stage_entries(dims, WHOLE) if not entry.param.endswith("correction_bias"))
+    factors = (entry for adapter in adapters.values() for entry in (adapter.a, adapter.b))
+    return tensors(entries, dtype), tensors(factors, torch.float32)
 
 
 def part_shape(entry: TensorEntry, tp: int) -> Shape:
