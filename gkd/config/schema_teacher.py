@@ -82,7 +82,7 @@ class TeacherConfig:
         "zmq",
         "zmq: a server, `gkd teacher`. http: vLLM or SGLang (docs/http_teacher.md). local: a model on the "
         "actor's ranks (docs/memory.md). rollout: the student, with another prompt (docs/losses.md). Both need "
-        "trainer.scheduler=sync and no keys of a server. none: for `gkd eval`, without the KL.",
+        "trainer.scheduler=sync and no keys of a server. none: for `gkd eval`, without KL.",
         choices=tuple(BACKENDS),
     )
     path: str = file_key("", "local: the teacher, as model.path.", limits="required for local, else empty", resume=True)

@@ -81,15 +81,12 @@ def summary(state: RunState) -> list[tuple[str, str]]:
 
 
 def write_card(out: Path, root: Path, config: Config, state: RunState, step: int) -> None:
-    """Write the README.md of an export: what the student was made of and how, and what has changed.
-
-    Args:
-        root: run folder.
-        state: of the run until this step.
+    """Write the README.md of an export: what the student of the run `root` was made of, and what changed until `step`.
 
     Raises CheckpointError: the file cannot be written.
     """
-    teacher, terms = json.loads((root / "teacher.json").read_text()), config.derived.loss.terms
+    teacher = json.loads((root / "teacher.json").read_text())
+    terms = config.derived.loss.terms
     rows = {
         "base model": config.model.path,
         "teacher": ", ".join(dict.fromkeys(each["name"] for each in teacher.get("routes", {"": teacher}).values())),

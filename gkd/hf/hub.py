@@ -59,10 +59,7 @@ def local_path(path: str, key: str, *, weights: bool = True) -> str:
 
 
 def upload(folder: Path, repo: str) -> str:
-    """Upload a model folder as one commit, and return its address. A repository that does not exist becomes private.
-
-    Raises ConfigError naming --push: the name is none, or the hub refuses or does not reply.
-    """
+    """Upload a model folder as one commit, to a new private repository if there is none, and return its address."""
     try:
         from huggingface_hub import HfApi
 

@@ -1,7 +1,4 @@
-"""`gkd eval RUN|FOLDER --data FILE`: accuracy of a checkpoint or a model folder, and its KL to the teacher.
-
-The processes of a run start, and its own evaluation measures. No run folder stays.
-"""
+"""`gkd eval RUN|FOLDER --data FILE`: measure a checkpoint or a model as a run does, without a run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from gkd.config.schema_sections import NO_METRIC, all_keys
 from gkd.config.schema_teacher import NONE
 from gkd.console.terminal import LINES, Terminal
 from gkd.errors import ConfigError, DataError, ModelError, TeacherUnavailable
-from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.teacher import check_reachable
 from gkd.run import interrupts
@@ -30,16 +26,13 @@ from gkd.tools.export import add_choice, find_checkpoint
 from gkd.trainer import Trainer
 from teacher_server.config.command import command_parser
 
-log = get_logger("eval")
-
 _EXAMPLES = """examples:
   gkd eval runs/mine                                    # its newest checkpoint, its data.val_files
   gkd eval runs/mine --step 200 --data data/test.jsonl eval.n=8
   gkd eval Qwen/Qwen2.5-1.5B-Instruct --data data/test.jsonl eval.metric=math_verify trainer.colocate=true --json
 
-A run has its own settings. Those of a model are the defaults; key=value sets others: eval.metric, the function that
-judges, and eval.n, sampled responses for pass@k. All rows of --data are used, or the first eval.max_prompts. Without a
-teacher that replies, and with teacher.backend=none, there is no KL.
+A run has its own settings, a model the defaults. key=value sets others: eval.metric, the function that judges, eval.n,
+for pass@k. All rows of --data are used. Without a teacher that replies, or with teacher.backend=none, there is no KL.
 
 exit code: 0 done, 1 a process failed, 2 wrong settings, model or data, or nothing to measure; 130 interrupted
 """
@@ -58,13 +51,12 @@ def main(argv: list[str] | None = None) -> int:
     is_run = (args.model / "config.yaml").is_file() or args.step is not None or args.best
     checkpoint = find_checkpoint(args.model, args.step, best=args.best) if is_run else None
     step = None if checkpoint is None else step_of(checkpoint)
-    with tempfile.TemporaryDirectory(prefix="gkd_eval_") as work, Terminal(LINES, str(args.model)) as terminal:
+    with tempfile.TemporaryDirectory(prefix="gkd_eval_") as work, Terminal(LINES, ""):
         config = settings(args.model, args.data, args.overrides, Path(work) / "run", is_run=is_run)
         with open_pools(config) as pools:
             plan = pools.plan
             trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
-            with terminal.watching(trainer.metrics.state, pools.teacher_health):
-                trainer.evaluate(checkpoint, step or 0)
+            trainer.evaluate(checkpoint, step or 0)
         line = read_metrics(plan.folder.metrics_file)[-1]
     shown = {
         "model": str(args.model),
@@ -75,19 +67,13 @@ def main(argv: list[str] | None = None) -> int:
         "teacher": ", ".join(dict.fromkeys(teacher.model_name for teacher in plan.teachers)),
         **{key: value for key, value in line.items() if key.startswith(("eval/", "domain/"))},
     }
-    if args.json:
-        print(json.dumps(shown))
-        return 0
-    for key, value in shown.items():
-        print(f"{key:<28}{f'{value:.4f}' if isinstance(value, float) else value}")
+    rows = [f"{key:<28}{f'{value:.4f}' if isinstance(value, float) else value}" for key, value in shown.items()]
+    print(json.dumps(shown) if args.json else "\n".join(rows))
     return 0
 
 
 def settings(model: Path, data: Path | None, overrides: list[str], run_dir: Path, *, is_run: bool) -> Config:
-    """Return the settings of an evaluation: those of the run, or the defaults, without what belongs to training.
-
-    Raises ConfigError: a setting is wrong, there are no prompts, or there is nothing to measure.
-    """
+    """Return the settings of the run, or the defaults, without what belongs to training. Raises ConfigError."""
     own = [] if is_run else [f"model.path={model}"]
     if data is not None:
         own += [f"data.val_files={json.dumps([str(data)])}", "eval.max_prompts=0"]
@@ -103,7 +89,7 @@ def settings(model: Path, data: Path | None, overrides: list[str], run_dir: Path
         for route in () if config.derived.teacher_pool else config.derived.routes:
             check_reachable(route)
     except TeacherUnavailable as error:
-        log.warning("no KL, because no teacher replies: %s", error)
+        print(f"no KL, because no teacher replies: {error}", file=sys.stderr)
         values["teacher.backend"] = NONE
     made = config.with_values(values)
     if made.teacher.backend == NONE and made.eval.metric == NO_METRIC:

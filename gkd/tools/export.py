@@ -1,7 +1,4 @@
-"""`gkd export RUN --out DIR`: write the student of a checkpoint as a Hugging Face folder, as its run would export it.
-
-Starts no process of a run and needs no GPU: one parameter at a time is read from the checkpoint's files.
-"""
+"""`gkd export RUN --out DIR`: write the student of a checkpoint as its run would, without processes or a GPU."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ _EXAMPLES = """examples:
   gkd export runs/mine --step 200 --out exports/step_200
   gkd export runs/mine --best --out exports/best --push ORG/NAME
 
---push makes the repository, private, if there is none; HF_TOKEN is the token.
-
 exit code: 0 done, 1 the disk failed, or a file is damaged; 2 no such run or checkpoint, DIR exists, the hub refused
 """
 
@@ -48,10 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_checkpoint(root: Path, step: int | None, *, best: bool) -> Path:
-    """Return a checkpoint of a run: of a step, the best, or the newest. Every byte of it is verified.
-
-    Raises ConfigError: there is none; CheckpointError: it is damaged.
-    """
+    """Return a checkpoint of a run, of a step, the best, or the newest. Raises ConfigError, CheckpointError."""
     store = CheckpointStore(root / CHECKPOINTS)
     saved = {step_of(folder): folder for folder in store.committed()}
     if best:
@@ -60,8 +52,7 @@ def find_checkpoint(root: Path, step: int | None, *, best: bool) -> Path:
     elif step is None and saved:
         step = [*saved][-1]
     if step not in saved:
-        what = "best step" if best else "checkpoint" if step is None else f"checkpoint of step {step}"
-        problem = f"it has no {what}. Saved steps: {', '.join(map(str, saved)) or 'none'}."
+        problem = f"it has no such checkpoint. Saved steps: {', '.join(map(str, saved)) or 'none'}."
         fix = "name the folder of a run and one of its steps; --best needs trainer.keep_best."
         raise ConfigError("RUN", str(root.absolute()), problem, fix)
     verified(saved[step])
@@ -69,10 +60,7 @@ def find_checkpoint(root: Path, step: int | None, *, best: bool) -> Path:
 
 
 def export(checkpoint: Path, out: Path) -> None:
-    """Write the student of a checkpoint as a Hugging Face folder with a model card.
-
-    Raises ConfigError, ModelError: model.path is missing, or of another model; CheckpointError, OSError: of the disk.
-    """
+    """Write a student as a folder with a model card; one parameter at a time is in memory. Raises GkdError, OSError."""
     # The backends import torch, and `gkd export --help` needs none.
     from gkd.actor.common.base import ADAPTER_FOLDER
     from gkd.actor.common.hf_folder import write_adapters, write_folder
@@ -82,13 +70,13 @@ def export(checkpoint: Path, out: Path) -> None:
     config = load_config(checkpoint / "config.yaml")
     path = with_local_copies(config, ("model.path",)).model.path
     base = Path(path)
-    with checked_folder("model.path", path), ShardReader(checkpoint / ACTOR) as reader, open_tensors(base) as held:
-        if reader.meta["strategy"] == "megatron":
+    with checked_folder("model.path", path), ShardReader(checkpoint / ACTOR) as saved, open_tensors(base) as held:
+        if saved.meta["strategy"] == "megatron":
             warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex")  # of Megatron, for each that is missing
-            from gkd.actor.megatron.checkpoint import saved_tensors
+            from gkd.actor.megatron.checkpoint import readers
         else:
-            from gkd.actor.fsdp.student import saved_tensors
-        weights, factors = saved_tensors(reader, config, base, held)
+            from gkd.actor.fsdp.student import readers
+        weights, factors = readers(saved, config, base, held)
         tensors = ((plan[0], read()) for plan, read in weights.items())
         write_folder(tensors, [list(weights)], out, base, stop_ids=config.rollout.stop_token_ids)
         if factors:
@@ -108,7 +96,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may be in progress")
     add_choice(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; it must not exist")
-    parser.add_argument("--push", metavar="REPO", help="also upload it to ORG/NAME on the Hugging Face hub")
+    parser.add_argument("--push", metavar="REPO", help="also upload it to ORG/NAME of the hub, private if new")
     return parser.parse_args(argv)
 
 

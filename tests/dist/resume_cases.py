@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
 from gkd.actor.common.shards import ShardReader
-from gkd.actor.fsdp.student import saved_tensors as fsdp_tensors
-from gkd.actor.megatron.checkpoint import saved_tensors as megatron_tensors
+from gkd.actor.fsdp.student import readers as fsdp_tensors
+from gkd.actor.megatron.checkpoint import readers as megatron_tensors
 from gkd.config.load import load_config
 from gkd.hf.model_folder import open_tensors
 from tests.device import host, rank_device

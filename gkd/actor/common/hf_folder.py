@@ -24,7 +24,7 @@ from gkd.run.disk import fsync, fsync_tree
 from teacher_server.engines.hub import name_of
 
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
-SavedTensors: TypeAlias = dict[TensorPlan, Callable[[], Tensor]]  # of an export, in its order -> what reads each one
+Readers: TypeAlias = dict[TensorPlan, Callable[[], Tensor]]  # tensors of a checkpoint, in the order of an export
 MAX_SHARD_BYTES = 4 << 30
 # The export replaces weights in any format, and their indices; other files are copied.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.agree import probe_group, same_error
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
-from gkd.actor.common.hf_folder import SavedTensors, TensorPlan
+from gkd.actor.common.hf_folder import Readers, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.lora import merge
 from gkd.actor.common.optim_spec import clip_factor
@@ -294,29 +294,28 @@ class FsdpStudent(Student):
         return self._dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
 
 
-def saved_tensors(
-    reader: ShardReader, config: Config, base: Path, held: Mapping[str, Any]
-) -> tuple[SavedTensors, SavedTensors]:
-    """Return a checkpoint's weights as `FsdpStudent.export` yields them, and its adapters. No collective.
+def readers(saved: ShardReader, config: Config, base: Path, held: Mapping[str, Any]) -> tuple[Readers, Readers]:
+    """Return what reads the weights that `FsdpStudent.export` yields, and the adapters. `held`: tensors of `base`.
 
-    Args:
-        held: tensors of `base`, the folder that the student was built from; frozen weights are read there.
-
-    Raises ModelError, CheckpointError: the folder is damaged, or of another model.
+    Raises ModelError, CheckpointError: `base`, the folder that the student was built from, is of another model.
     """
-    saved, vision = reader.meta, config.derived.vision
-    shapes, scale, dtype = saved["shapes"], saved["lora_scale"], getattr(torch, saved["dtype"])
-    built, code = dtype if scale else torch.float32, config.model.trust_remote_code
+    shapes: dict[str, list[int]] = saved.meta["shapes"]
+    scale = saved.meta["lora_scale"]
+    dtype = getattr(torch, saved.meta["dtype"])
+    built = dtype if scale else torch.float32
+    vision = config.derived.vision
+    code = config.model.trust_remote_code
     hf = build_on_meta(base, dtype=built, packing=False, trust_remote_code=code, images=vision != "none")
     freeze_vision(hf, vision, dtype)
-    frozen, places = frozen_vision(hf), match_files(hf, base, held)
+    frozen = frozen_vision(hf)
+    places = match_files(hf, base, held)
     trained = {name: list(place.shape) for name, place in places.items() if place.tensor.requires_grad}
-    own = {"base": weights_digest(base) if saved["base"] else "", "shapes": shapes if scale else trained}
-    check_same_student(reader.folder, saved, own, settings=(), model="shapes")
+    own = {"base": weights_digest(base) if saved.meta["base"] else "", "shapes": shapes if scale else trained}
+    check_same_student(saved.folder, saved.meta, own, settings=(), model="shapes")
 
     @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
     def param(name: str) -> Tensor:
-        return reader.read(name, "param", 0, 0, prod(shapes[name])).view(shapes[name])
+        return saved.read(name, "param", 0, 0, prod(shapes[name])).view(shapes[name])
 
     def weight(name: str, place: Place, part: FilePart, dtype: torch.dtype) -> Tensor:
         if name in shapes:
@@ -326,7 +325,7 @@ def saved_tensors(
         is_conv = isinstance(place.module, Conv1D)
         return merge(tensor, param(a), param(b), scale, transposed=is_conv) if a in shapes else tensor
 
-    weights: SavedTensors = {}
+    weights: Readers = {}
     for name, place in places.items():
         to = dtype if isinstance(place.tensor, torch.nn.Parameter) else place.tensor.dtype
         for part in place.parts if name not in frozen else ():

@@ -25,7 +25,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.hf_folder import SavedTensors
+from gkd.actor.common.hf_folder import Readers
 from gkd.actor.common.lora import merge
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.megatron.hf_mapping import WHOLE, Shape, SplitVocab, TensorEntry, stage_entries
@@ -177,37 +177,35 @@ def _resplit(
     return part.view(-1)[start:stop]
 
 
-def saved_tensors(
-    reader: ShardReader, config: Config, base: Path, held: Mapping[str, Any]
-) -> tuple[SavedTensors, SavedTensors]:
-    """Return a checkpoint's weights as `MegatronStudent.export` yields them, and its adapters. No collective.
+def readers(saved: ShardReader, config: Config, base: Path, held: Mapping[str, Any]) -> tuple[Readers, Readers]:
+    """Return what reads the weights that `MegatronStudent.export` yields, and the adapters. `held`: tensors of `base`.
 
-    Args:
-        held: tensors of `base`, the folder that the student was built from; frozen weights are read there.
-
-    Raises ModelError, CheckpointError: the folder is damaged, or of another model.
+    Raises ModelError, CheckpointError: `base`, the folder that the student was built from, is of another model.
     """
-    dims, lora, dtype = read_megatron_dims(base), config.actor.lora, getattr(torch, reader.meta["dtype"])
+    dims = read_megatron_dims(base)
+    lora = config.actor.lora
+    dtype = getattr(torch, saved.meta["dtype"])
     own = {"dims": json.loads(json.dumps(asdict(dims))), "base": weights_digest(base) if lora.rank else ""}
-    check_same_student(reader.folder, {"base": "", **reader.meta}, own, settings=(), model="dims")
+    check_same_student(saved.folder, {"base": "", **saved.meta}, own, settings=(), model="dims")
     adapters = {each.weight: each for each in adapters_of(dims, WHOLE, lora)} if lora.rank else {}
 
     @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
     def param(entry: TensorEntry) -> tuple[Tensor, ...]:
-        n_parts = reader.meta["layout"]["tp"] if _is_split(entry) else 1
-        name, shape = entry.hf_names[0], part_shape(entry, n_parts)
-        parts = [reader.read(name, "param", i, 0, math.prod(shape)).view(shape) for i in range(n_parts)]
+        n_parts = saved.meta["layout"]["tp"] if _is_split(entry) else 1
+        shape = part_shape(entry, n_parts)
+        size = math.prod(shape)
+        parts = [saved.read(entry.hf_names[0], "param", i, 0, size).view(shape) for i in range(n_parts)]
         return entry.layout.join(torch.stack(parts), dims)
 
     def tensor(entry: TensorEntry, i: int, dtype: torch.dtype) -> Tensor:
         name = entry.hf_names[i]
-        if not lora.rank or (name, "param", 0) in reader.index:
+        if not lora.rank or (name, "param", 0) in saved.index:
             return param(entry)[i].to(dtype)
         weight: Tensor = held[name].get_tensor(name).to(dtype)
         adapter = adapters.get(name)
-        return weight if adapter is None else merge(weight, *param(adapter.a), *param(adapter.b), lora.scale)
+        return weight if adapter is None else merge(weight, param(adapter.a)[0], param(adapter.b)[0], lora.scale)
 
-    def tensors(entries: Iterable[TensorEntry], dtype: torch.dtype) -> SavedTensors:
+    def tensors(entries: Iterable[TensorEntry], dtype: torch.dtype) -> Readers:
         return {
             (name, entry.hf_shapes[i], dtype): partial(tensor, entry, i, dtype)
             for entry in entries
