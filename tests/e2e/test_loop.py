@@ -175,7 +175,7 @@ def test_a_checkpoint_is_evaluated_and_exported_as_by_its_run(
         key: value for key, value in own.items() if key.startswith("eval/")
     }
     checksum = ("eval.metric=tests.unit.judging_functions:checksum", "eval.n=4", "eval.max_prompts=50")
-    found = evaluated("--no-kl", *checksum)
+    found = evaluated("teacher.backend=none", *checksum)
     samples = (base_run / "samples" / "step_00000004.jsonl").read_text().splitlines()
     values = [judging_functions.checksum("", json.loads(line)["text"], {}) for line in samples]
     assert (found["step"], found["prompts"], found["eval/accuracy"]) == (4, 50, pytest.approx(fmean(values)))
