@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         "teacher": ", ".join(dict.fromkeys(teacher.model_name for teacher in plan.teachers)),
         **{key: value for key, value in line.items() if key.startswith(("eval/", "domain/"))},
     }
-    rows = [f"{key:<28}{f'{value:.4f}' if isinstance(value, float) else value}" for key, value in shown.items()]
+    rows = [f"{key:<28}{f'{value:.6g}' if isinstance(value, float) else value}" for key, value in shown.items()]
     print(json.dumps(shown) if args.json else "\n".join(rows))
     return 0
 

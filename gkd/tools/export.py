@@ -46,13 +46,15 @@ def find_checkpoint(root: Path, step: int | None, *, best: bool) -> Path:
     """Return a checkpoint of a run, of a step, the best, or the newest. Raises ConfigError, CheckpointError."""
     store = CheckpointStore(root / CHECKPOINTS)
     saved = {step_of(folder): folder for folder in store.committed()}
+    wanted = "any step" if step is None else f"step {step}"
     if best:
+        wanted = "the best step"
         marked = store.best()
         step = None if marked is None else marked.step
     elif step is None and saved:
         step = [*saved][-1]
     if step not in saved:
-        problem = f"it has no such checkpoint. Saved steps: {', '.join(map(str, saved)) or 'none'}."
+        problem = f"it has no checkpoint of {wanted}. Saved steps: {', '.join(map(str, saved)) or 'none'}."
         fix = "name the folder of a run and one of its steps; --best needs trainer.keep_best."
         raise ConfigError("RUN", str(root.absolute()), problem, fix)
     verified(saved[step])

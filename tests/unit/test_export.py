@@ -50,8 +50,8 @@ def test_the_newest_the_best_or_a_step_is_chosen(run: Path, capsys: pytest.Captu
     [
         ("run", ["--step", "3"], "RUN", "no checkpoint of step 3. Saved steps: 2, 4, 6."),
         ("run", ["--out", "run"], "--out", "exists already"),
-        ("run/checkpoints/step_00000004", [], "RUN", "no checkpoint. Saved steps: none."),
-        ("run/export", ["--best"], "RUN", "no best step. Saved steps: none."),
+        ("run/checkpoints/step_00000004", [], "RUN", "no checkpoint of any step. Saved steps: none."),
+        ("run/export", ["--best"], "RUN", "no checkpoint of the best step. Saved steps: none."),
         ("nothing", [], "RUN", "nothing"),
     ],
 )
