@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import all_keys
-from gkd.config.schema_teacher import ACTOR, BACKENDS, BY_UNITS, DIVERGENCES, HTTP, ROLLOUT, ZMQ
+from gkd.config.schema_teacher import ACTOR, BACKENDS, BY_UNITS, DIVERGENCES, HTTP, NONE, ROLLOUT, ZMQ
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
@@ -76,7 +76,7 @@ def check_tokenizer(config: Config) -> None:
     config.check_unused(alone, problem, fix)
     if t.signal not in ("topk", "hidden", BY_UNITS):
         raise config.error("teacher.signal", problem, "use topk, hidden or units.")
-    if t.signal == BY_UNITS and t.backend != ZMQ:
+    if t.signal == BY_UNITS and t.backend not in (ZMQ, NONE):
         raise config.error("teacher.signal", "only a teacher server sums over units.", "use topk.")
     if config.distill.token_weight not in ("none", "entropy"):
         raise config.error("distill.token_weight", problem, fix)

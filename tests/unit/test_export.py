@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gkd import api
 from gkd.config.check import check_config
 from gkd.console.state import RunState
 from gkd.console.summary import Closing, write_card
@@ -108,6 +109,18 @@ def test_an_evaluation_alone_trains_nothing(run: Path) -> None:
     assert (run / "checkpoints" / "step_00000004" / ACTOR).is_dir()
 
 
+def test_without_a_teacher_nothing_is_compared_or_sampled_in_vain(tmp_path: Path) -> None:
+    """Fails if an evaluation without a teacher has a KL, or a training run starts without one."""
+    world = World()
+    trainer = make(tmp_path, world, "teacher.backend=none", "eval.metric=exact_match", val=PROMPTS)
+    trainer.evaluate(None, 0)
+    (numbers,) = read_metrics(trainer.folder.metrics_file)
+    assert {key for key in numbers if key.startswith("eval/")} == {"eval/accuracy"}
+    assert not {"load", "evaluate", "chunk", "submit"} & {*world.events}
+    with refuses("teacher.backend"):
+        api.run(trainer.config, Closing(trainer.config, []))
+
+
 @pytest.mark.parametrize(
     ("own", "overrides", "expected"),
     [
@@ -125,6 +138,7 @@ def test_an_evaluation_alone_trains_nothing(run: Path) -> None:
             {"teacher.backend": "none"},
         ),
         (("teacher.backend=rollout", "teacher.prompt_template={answer}"), ["teacher.backend=none"], {}),
+        (("teacher.tokenizer=t", "teacher.signal=units"), [], {"teacher.backend": "none"}),
     ],
 )
 def test_settings_of_an_evaluation(tmp_path: Path, own: Any, overrides: list[str], expected: dict[str, Any]) -> None:
