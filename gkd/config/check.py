@@ -31,7 +31,7 @@ from gkd.config.schema import ENGINE_RANKS, Config, Derived, Route
 from gkd.config.schema_actor import AUTO
 from gkd.config.schema_actor import BACKENDS as STUDENT_BACKENDS
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES, all_keys
-from gkd.config.schema_teacher import ACTOR, MAX_NAME_LENGTH, DistillConfig
+from gkd.config.schema_teacher import ACTOR, MAX_NAME_LENGTH, ROLLOUT, DistillConfig
 from gkd.errors import ConfigError
 
 # Check the sizes of pools, nodes and batches, and what shares GPUs.
@@ -130,7 +130,7 @@ def _check_sharing(config: Config) -> None:
         problem = f"with {moving} the actor's states move between calls."
         raise config.error("memory.strategy", problem, f"use auto, or {moving}=false.")
     share, taken = config.cluster.teacher_gpu_share, r.gpu_memory_utilization
-    if share and config.derived.teacher_pool:
+    if share and config.derived.teacher_pool in (ACTOR, ROLLOUT):
         problem = f"teacher.backend={config.teacher.backend} has no server."
         raise config.error("cluster.teacher_gpu_share", problem, "remove it, or use teacher.backend=zmq.")
     if share + taken > 1 and not r.kv_cache_mib:
@@ -238,7 +238,7 @@ def check_routes(config: Config) -> None:
         raise config.error("data.teacher_key", "teacher.routes has entries, and no row names one.", fix)
     names = ", ".join(teacher.routes)
     _check_shares(config, names)
-    if config.derived.teacher_pool:
+    if config.derived.teacher_pool in (ACTOR, ROLLOUT):
         problem = f"with teacher.backend={teacher.backend} there is one teacher."
         raise ConfigError("teacher.routes", names, problem, "remove them, or set teacher.backend=zmq.")
     spec = config.derived.loss

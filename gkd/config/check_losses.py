@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import all_keys
-from gkd.config.schema_teacher import ACTOR, BACKENDS, BY_UNITS, DIVERGENCES, HTTP, ZMQ
+from gkd.config.schema_teacher import ACTOR, BACKENDS, BY_UNITS, DIVERGENCES, HTTP, NONE, ROLLOUT, ZMQ
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
@@ -76,7 +76,7 @@ def check_tokenizer(config: Config) -> None:
     config.check_unused(alone, problem, fix)
     if t.signal not in ("topk", "hidden", BY_UNITS):
         raise config.error("teacher.signal", problem, "use topk, hidden or units.")
-    if t.signal == BY_UNITS and t.backend != ZMQ:
+    if t.signal == BY_UNITS and t.backend not in (ZMQ, NONE):
         raise config.error("teacher.signal", "only a teacher server sums over units.", "use topk.")
     if config.distill.token_weight not in ("none", "entropy"):
         raise config.error("distill.token_weight", problem, fix)
@@ -147,7 +147,7 @@ def check_backend(config: Config) -> None:
         _check_route_keys(route)
         if route.teacher.backend == HTTP:
             _check_http_teacher(config, route)
-    if not config.derived.teacher_pool:
+    if config.derived.teacher_pool not in (ACTOR, ROLLOUT):
         return
     if is_local and not teacher.path:
         raise config.error("teacher.path", "teacher.backend=local needs a model.", "give its folder, or use zmq.")

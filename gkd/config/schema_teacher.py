@@ -45,6 +45,7 @@ class TeacherBackend(NamedTuple):
 
 
 ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
+NONE = "none"  # no pool and no server scores
 ZMQ, HTTP = "zmq", "http"
 DIALECTS = ("vllm", "sglang")
 _SERVER_KEYS = "server_ip server_port name keys max_in_flight store tokenizer special_tokens"
@@ -55,6 +56,7 @@ BACKENDS = {
     HTTP: TeacherBackend("", "teacher.url", frozenset(_HTTP_KEYS.split()), is_described=False),
     "local": TeacherBackend(ACTOR, "teacher.path", frozenset(_LOCAL_KEYS.split())),
     "rollout": TeacherBackend(ROLLOUT, "model.path", frozenset()),
+    NONE: TeacherBackend(NONE, "model.path", frozenset(f"{_SERVER_KEYS} {_LOCAL_KEYS} {_HTTP_KEYS}".split())),
 }
 
 
@@ -79,8 +81,8 @@ class TeacherConfig:
     backend: str = key(
         "zmq",
         "zmq: a server, `gkd teacher`. http: vLLM or SGLang (docs/http_teacher.md). local: a model on the "
-        "actor's ranks (docs/memory.md). rollout: the student, with another prompt (docs/losses.md). The last two need "
-        "trainer.scheduler=sync and no keys of a server.",
+        "actor's ranks (docs/memory.md). rollout: the student, with another prompt (docs/losses.md). Both need "
+        "trainer.scheduler=sync and no keys of a server. none: for `gkd eval`, without KL.",
         choices=tuple(BACKENDS),
     )
     path: str = file_key("", "local: the teacher, as model.path.", limits="required for local, else empty", resume=True)

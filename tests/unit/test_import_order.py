@@ -36,7 +36,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),
     "accelerate": ("gkd/actor/fsdp/model.py",),
-    "huggingface_hub": ("teacher_server/engines/hub.py",),
+    "huggingface_hub": ("teacher_server/engines/hub.py", "gkd/hf/hub.py"),
     "omegaconf": ("gkd/config/load.py",),
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
