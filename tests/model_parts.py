@@ -184,6 +184,15 @@ def student(root: Path, backend: str, packing: bool) -> Cell:
     return _judge(errors, mark)
 
 
+def student_in_16_bits(root: Path) -> Cell:
+    """Compare logprobs of a packed student in bfloat16, and train it."""
+    trained, mark = _student("fsdp2", root / "first", True, "bfloat16")
+    batches = _batches(True)
+    (logprobs,) = trained.compute_logprobs(batches)
+    trained.train_step(batches)
+    return _judge({"bfloat16 logprobs": float((logprobs - _reference(root / "first")[0]).abs().mean())}, mark)
+
+
 def export(root: Path) -> Cell:
     """Compare the loss of a padded student with that of its export in transformers."""
     exporter, mark = _student("fsdp2", root / "first", False)

@@ -159,7 +159,7 @@ class LoadRecord(NamedTuple):
 
     kind: str = ""  # class of vLLM's model
     read: Mapping[str, tuple[tuple[int, ...], list[Part]]] = {}  # tensor -> its shape, and what was read of it
-    dtypes: Mapping[str, torch.dtype] = {}  # of each tensor in the folder
+    dtypes: Mapping[str, torch.dtype] = {}  # tensor -> its dtype in the folder
     problem: str = ""  # why loading failed, or which parameters were not filled
 
 

@@ -278,7 +278,7 @@ def _load_as_it_is(worker: Any) -> None:
 
 
 def _first_syncs(folder: Path, later: Path, dtype: str) -> list[str]:
-    """Run in a child process: return what the engine says of first syncs, of equal weights but for the second one."""
+    """Run in a child process: return the lines of first syncs, the second one with other weights; an error."""
     from tests.e2e.weight_sender import WeightSender
 
     engine = _rollout_engine(folder, dtype=dtype)

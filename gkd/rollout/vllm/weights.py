@@ -243,9 +243,9 @@ def held_tensors(
 
 
 class Changes(NamedTuple):
-    """Tensors of an engine that are not bit for bit those that vLLM has made of the folder, after a run's first sync.
+    """Tensors of an engine that differ from those that vLLM has made of the folder, after the first sync of a new run.
 
-    The reasons are those that are no errors.
+    Both lists are expected; other differences are errors.
     """
 
     n_tensors: int  # all parameters and buffers of the worker
