@@ -182,14 +182,10 @@ class WeightReceiver(SleepMixin):
         return self._gkd_made_adapters
 
     def _gkd_places(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers that are trained: without a vision tower's, unless the student trains it.
-
-        LLaVA-NeXT has one for the ends of an image's lines, too.
-        """
+        """Return the parameters and buffers that are trained."""
         model = self.model_runner.get_model()
         held = (*model.named_parameters(), *model.named_buffers())
-        trains_tower = self.vllm_config.additional_config["trains_tower"]
-        trained = model if trains_tower else getattr(model, "get_language_model", lambda: model)()
+        trained = self._gkd_trained()
         own = set(map(id, (*trained.parameters(), *trained.buffers())))
         return {unwrapped(name): tensor for name, tensor in held if id(tensor) in own}
 
