@@ -274,7 +274,7 @@ class RolloutEngine:
         follow = bool(self.request_options) and not adapters
         with self._sleep_state.loading(adapters=adapters, adapters_follow=follow):
             n_bytes = self._sync_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
-            if self._compares and policy_version == 0 and not adapters:
+            if policy_version == 0 and not adapters and self._compares:
                 self._compare_with_folder()
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         for request in self._running.values():
