@@ -61,7 +61,7 @@ FROM_SERVER_IN = {
     ),
     "gkd/actor/common/shards.py": ("teacher_server.engines.weight_files",),
     "gkd/actor/common/hf_folder.py": ("teacher_server.engines.hub",),
-    "gkd/actor/fsdp/": ("teacher_server.engines.hf",),
+    "gkd/actor/fsdp/": ("teacher_server.engines.hf", "teacher_server.engines.gpu_kernels"),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
     "gkd/scoring/teacher/gpus.py": ("teacher_server.cli.admin_link", "teacher_server.errors"),
 }
