@@ -65,6 +65,7 @@ _PRIVILEGED = ("answer", "response")
 
 IMAGE = "\ue002"  # the place of an image in a text: a character for private use
 BORDER = "\ue000\ue001"  # between texts of a message with images, which some templates separate
+_PARTS = re.compile(f"({IMAGE})|{BORDER}")  # where a content with images or several texts is in parts
 _IMAGE_PARTS = {"image", "image_url", "input_image"}  # types of parts
 
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
@@ -308,6 +309,15 @@ def _message(
         raise _refused(setting, where, found)
     check_unicode(text, setting, where)
     return {**rest, "role": name, "content": text}, parts
+
+
+def in_parts(message: Message) -> Message:
+    """Return a message whose content has images or several texts with a list of parts as content."""
+    content = message["content"]
+    if not _PARTS.search(content):
+        return message
+    texts = [text for text in _PARTS.split(content) if text]
+    return {**message, "content": [{"type": "image"} if t == IMAGE else {"type": "text", "text": t} for t in texts]}
 
 
 def call_arguments(message: Mapping[str, Any]) -> list[Any]:

@@ -21,8 +21,8 @@ from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
-from gkd.data.render import Tools
 from gkd.data.row_files import describe_files, read_rows
+from gkd.data.template import Tools
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
