@@ -142,17 +142,17 @@ class ChatDelta:
 
         Special tokens of another form than a tag are found in the ids.
         """
-        for roles in (("tool", "tool"), ("user", "user"), ("tool", "user")):
-            with suppress(DataError):  # Messages with these roles are refused when they come.
-                self._template.frame_behind(roles)
         yield ANSWER
-        for frame in self._template.proven.values():
-            *pieces, last = frame.pieces
-            for piece in (*pieces, last.removesuffix(self._template.thinking)):
-                tags = {*TAG.findall(piece)}
-                # Some templates write names alone, such as "ASSISTANT:". A word of letters occurs in any text.
-                lines = {line.strip() for line in piece.splitlines()} if not tags else set()
-                yield from (*tags, *(line for line in lines if len(line) >= _SHORTEST_LINE and not line.isalnum()))
+        pieces = list[str]()
+        for roles in (("tool",), ("user",), ("tool", "tool"), ("user", "user"), ("tool", "user")):
+            with suppress(DataError):  # Messages with these roles are refused when they come.
+                *inner, last = self._template.frame_behind(roles).pieces
+                pieces += [*inner, last.removesuffix(self._template.thinking)]
+        for piece in pieces:
+            tags = {*TAG.findall(piece)}
+            # Some templates write names alone, such as "ASSISTANT:". A word of letters occurs in any text.
+            lines = {line.strip() for line in piece.splitlines()} if not tags else set()
+            yield from (*tags, *(line for line in lines if len(line) >= _SHORTEST_LINE and not line.isalnum()))
 
 
 class _Remark:

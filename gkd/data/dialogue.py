@@ -63,10 +63,10 @@ class DialogueReader:
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
             parts.append((ids, flags[0]))
             history = [*history[:1], *messages]  # A short history, as that of `ChatDelta`, makes the time linear.
-        ids = np.concatenate([part for part, _ in parts])[: self._limit]
+        response = np.concatenate([part for part, _ in parts]).astype(np.int32)[: self._limit]
         own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
         n = int(np.flatnonzero(own)[-1]) + 1
-        return ids[:n].astype(np.int32), own[:n]
+        return response[:n], own[:n]
 
     def _turn(self, prompt: Rendered, history: list[Any], messages: Sequence[Message], where: str) -> list[int]:
         if len(messages) > 1:

@@ -105,8 +105,8 @@ class ChatTemplate:
         self._variables = dict(variables)
         if self.uses("strftime_now"):  # a function of transformers
             self._variables = {"strftime_now": self._today, **variables}
-        self._frames: dict[Any, Frame] = {}
-        self.proven: dict[tuple[str, ...], Frame] = {}  # roles -> frame behind a turn, of those that were asked for
+        self._frames: dict[str, Frame] = {}
+        self._proven: dict[tuple[str, ...], Frame] = {}  # roles -> frame behind a turn
 
     def _today(self, form: str) -> str:
         self.date = self._began.strftime(form)
@@ -131,29 +131,25 @@ class ChatTemplate:
             generate: the text ends with the beginning of an answer.
             more: further variables.
         """
-        offered = {"tools": [*tools]} if tools else {}
-        return self._apply([*map(self._readable, messages)], generate, {**offered, **(more or {})})
+        if self._reads_parts:
+            messages = [*map(_with_part, messages)]
+        return self._apply(messages, generate, **({"tools": [*tools]} if tools else {}), **(more or {}))
 
-    def _apply(self, messages: list[Message], generate: bool, more: Mapping[str, Any]) -> str:
+    def _apply(self, messages: Sequence[Message], generate: bool, /, **more: Any) -> str:
+        variables = {**self._variables, **more}
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=generate, tokenize=False, **{**self._variables, **more}
+                [*messages], add_generation_prompt=generate, tokenize=False, **variables
             )
         except Exception as error:  # a template is a program and may raise any error
             raise TemplateFailed(f"the chat template fails ({error})") from error
         return text
 
-    def _readable(self, message: Message) -> Message:
-        """Return a message with its text as a part, if the template leaves out any other text, as LLaVA's do."""
-        content = message["content"]
-        if not self._reads_parts or not isinstance(content, str):
-            return message
-        return {**message, "content": [{"type": "text", "text": content}]}
-
     @cached_property
     def _reads_parts(self) -> bool:
+        """Return whether the template leaves out a content that is a text, as LLaVA's do."""
         try:
-            return QUESTION["content"] not in self._apply([QUESTION], True, {})
+            return QUESTION["content"] not in self._apply([QUESTION], True)
         except TemplateFailed:
             return True
 
@@ -175,26 +171,23 @@ class ChatTemplate:
 
     def frame(self, messages: Sequence[Message], tools: Tools = ()) -> Frame:
         """Return the frame of the texts of messages, see `texts_of`. It depends on their roles and parts alone."""
-        shape = tuple((message["role"], _kinds(message["content"])) for message in messages)
-        if tools:  # Each row may have other ones, so the frame is not kept.
-            return self._frame(shape, tools)
-        if shape not in self._frames:
-            self._frames[shape] = self._frame(shape, ())
-        return self._frames[shape]
-
-    def _frame(self, shape: tuple[tuple[str, tuple[str, ...] | None], ...], tools: Tools) -> Frame:
         marks = map(MARK.format, count())
-        marked: list[Message] = []
-        for role, kinds in shape:
-            content = next(marks) if kinds is None else [_part(kind, marks) for kind in kinds]
-            marked.append({"role": role, "content": content})
+        marked = [{"role": m["role"], "content": _with_marks(m["content"], marks)} for m in messages]
+        if tools:  # Each row may have other ones, so the frame is not kept.
+            return self._frame(marked, tools)
+        key = repr(marked)
+        if key not in self._frames:
+            self._frames[key] = self._frame(marked)
+        return self._frames[key]
+
+    def _frame(self, marked: Sequence[Message], tools: Tools = ()) -> Frame:
         try:
             text = self.render(marked, tools)
         except TemplateFailed:  # It may still render the row, and is judged by the texts then.
             return Frame()
-        expected = [message["content"] for message in texts_of(marked)]
-        dropped = tuple(i for i, mark in enumerate(expected) if mark not in text)
-        return Frame(_pieces(text, expected), dropped)
+        marks = [message["content"] for message in texts_of(marked)]
+        dropped = tuple(i for i, mark in enumerate(marks) if mark not in text)
+        return Frame(_pieces(text, marks), dropped)
 
     def split(self, messages: Sequence[Message]) -> tuple[str, str, str]:
         """Return the text before the end token of the answer, whose text is `ANSWER`; that token; the text behind it.
@@ -219,9 +212,9 @@ class ChatTemplate:
             DataError: the text is another one in other conversations, or its tokens are; see also `split`.
         """
         key = tuple(roles)
-        if key not in self.proven:
-            self.proven[key] = self._frame_behind(key)
-        return self.proven[key]
+        if key not in self._proven:
+            self._proven[key] = self._frame_behind(key)
+        return self._proven[key]
 
     def _frame_behind(self, roles: tuple[str, ...]) -> Frame:
         marks = [MARK.format(i) for i in range(len(roles))]
@@ -277,6 +270,11 @@ class ChatTemplate:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _with_part(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
 def texts_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a message for each text: the message itself, or one for each of its parts that are texts."""
     texts = list[dict[str, Any]]()
@@ -298,12 +296,10 @@ def forms_of(message: Message) -> list[str]:
     return forms
 
 
-def _kinds(content: str | list[dict[str, str]]) -> tuple[str, ...] | None:
-    return None if isinstance(content, str) else tuple(part["type"] for part in content)
-
-
-def _part(kind: str, marks: Iterator[str]) -> dict[str, str]:
-    return {"type": kind, "text": next(marks)} if kind == "text" else {"type": kind}
+def _with_marks(content: str | list[dict[str, str]], marks: Iterator[str]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return next(marks)
+    return [{**part, "text": next(marks)} if "text" in part else part for part in content]
 
 
 def _pieces(text: str, marks: Sequence[str]) -> tuple[str, ...]:
