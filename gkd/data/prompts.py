@@ -16,7 +16,6 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.answer_text import end_of_thought
 from gkd.data.conversation import (
     ON_LEARNING,
     Conversation,
@@ -36,9 +35,9 @@ from gkd.data.conversation import (
     reference_text,
     split_conversation,
 )
-from gkd.data.dialogue import DialogueReader
 from gkd.data.images import ImageReader, without_images
-from gkd.data.render import AS_IS, NO_THOUGHTS, SYSTEM, PromptRenderer, Rendered, has_system
+from gkd.data.render import AS_IS, SYSTEM, PromptRenderer, Rendered, has_system
+from gkd.data.responses import ResponseReader
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.data.template import Tools, said, texts_of
 from gkd.errors import ConfigError
@@ -52,7 +51,6 @@ log = get_logger("data")
 
 _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN = 2000  # The log shows so much of a prompt.
-_UNENDED = "%d of %d responses never end the %s that the template opens. Fix: write %s into the responses, or %s"
 _HEADER = 20  # characters in front of a message: without them it is not the system's
 _REPORT_ROWS = 256  # between reports of the progress
 # What a column that is not read asks for, and what to do about it, by its `meaning`; of others see `_PART`.
@@ -218,7 +216,7 @@ class RowReader:
         self._prompt_setting = "data.prompt_key", config.prompt_key
         learned = "messages_key" if config.messages_key else "response_key"
         learned_from = f"data.{learned}", getattr(config, learned)
-        self._dialogues = DialogueReader(config, tokenizer, response_ends or (), self._renderer, learned_from)
+        self._responses = ResponseReader(config, tokenizer, response_ends or (), self._renderer, learned_from)
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
@@ -337,9 +335,9 @@ class RowReader:
         if self._ends is None:
             return None, None
         if self.config.messages_key:
-            return self._dialogues.read(read.prompt, read.turns, where)
+            return self._responses.read(read.prompt, read.turns, where)
         answer = said("assistant", self._answer(read, row, where))
-        return self._dialogues.read(read.prompt, [(answer, True)], where)[0], None
+        return self._responses.read(read.prompt, [(answer, True)], where)[0], None
 
     def _answer(self, read: ReadRow, row: Row, where: str) -> str:
         """Return the text of a row's one response."""
@@ -371,9 +369,7 @@ class RowReader:
             kind = "training" if key == "data.train_files" else "held-out"
             text = "truncated %d %s prompts to data.max_prompt_length, %d of them lose a message of the system"
             log.warning(text, self._n_cut, kind, self._n_without_system)
-        for tag, ended in sorted(self._renderer.thoughts.items()):
-            if not all(ended):
-                log.warning(_UNENDED, ended.count(False), len(ended), tag, end_of_thought(tag), NO_THOUGHTS)
+        self._responses.log()
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         if self._images is not None and not self._images.n_read and key == "data.train_files":

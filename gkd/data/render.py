@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gkd.data.answer_text import AnswerTexts, end_of_thought, opened_thought
 from gkd.data.conversation import Conversation, Setting, call_arguments, in_parts, quoted, read_conversation
-from gkd.data.template import ANSWER, TAG, ChatTemplate, TemplateFailed, Tools, forms_of, said, texts_of
-from gkd.errors import ConfigError, DataError
+from gkd.data.template import ANSWER, ChatTemplate, TemplateFailed, Tools, forms_of, said, texts_of
+from gkd.errors import ConfigError
 from teacher_server.vision.images import ImageError
 
 if TYPE_CHECKING:
@@ -27,9 +24,7 @@ if TYPE_CHECKING:
 
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
-_TAIL = 200  # characters of a prompt: more than any template writes at the beginning of an answer
 SYSTEM = ("system", "developer")  # roles
-NO_THOUGHTS = "set data.chat_template_kwargs: {enable_thinking: false} if the template has it"
 Message = dict[str, Any]
 
 
@@ -64,7 +59,8 @@ class PromptRenderer:
 
     Attributes:
         dated: the date that is in a prompt, or nothing.
-        thoughts: tag that ends prompts -> whether each of the answers ends the thoughts.
+        template, applies: the chat template, and whether it is used.
+        image_token: id of the token of an image; None: prompts have no images.
 
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
@@ -80,14 +76,13 @@ class PromptRenderer:
         images: ImageProcessor | None = None,
     ) -> None:
         self._images = images
-        self._image_token = None if images is None else images.token_id
+        self.image_token = None if images is None else images.token_id
         self._tokenizer = tokenizer
         self._setting = "data.chat_template", chat_template
-        self._template = ChatTemplate(tokenizer, variables)
-        self._applies = self._template.exists and chat_template != "never"
+        self.template = ChatTemplate(tokenizer, variables)
+        self.applies = self.template.exists and chat_template != "never"
         self.dated = ""
-        self.thoughts = defaultdict[str, list[bool]](list)
-        if chat_template == "always" and not self._template.exists:
+        if chat_template == "always" and not self.template.exists:
             raise ConfigError(*self._setting, "this tokenizer has no chat template.", "use auto or never.")
         for name, value in variables.items():
             self._check_variable(name, (f"data.chat_template_kwargs.{name}", value))
@@ -101,7 +96,7 @@ class PromptRenderer:
         self._end = ""  # with which the template ends a prompt
         self._markers: tuple[str, ...] = ()  # special tokens that the template writes
         self._heads: tuple[str, ...] = ()  # beginnings of rendered prompts
-        if self._applies:
+        if self.applies:
             self._find_separators()
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
         # The template may write the beginning, and not the tokenizer. Of some models each turn begins with it.
@@ -112,8 +107,8 @@ class PromptRenderer:
 
     def _check_variable(self, name: str, setting: tuple[str, Any]) -> None:
         """Raise ConfigError unless the template uses a variable."""
-        if not self._applies or not self._template.uses(name):
-            problem = f"the chat template does not use {name}." if self._applies else "no chat template is applied."
+        if not self.applies or not self.template.uses(name):
+            problem = f"the chat template does not use {name}." if self.applies else "no chat template is applied."
             raise ConfigError(*setting, problem, "remove it.")
 
     def render(self, prompt: Conversation, setting: Setting, where: str) -> Rendered:
@@ -131,13 +126,13 @@ class PromptRenderer:
                 there are messages and no template; a rendered text lacks the system prompt or tools; the prompt has no
                 tokens.
         """
-        if prompt.messages and not self._applies:
-            has = self._template.exists
+        if prompt.messages and not self.applies:
+            has = self.template.exists
             reason = "chat templates are disabled" if has else "this tokenizer has no chat template"
             fix = "use auto, or string prompts." if has else "use string prompts, or add one to the tokenizer."
             problem = f"the prompt of {where} is a list of messages, but {reason}."
             raise ConfigError(*self._setting, problem, fix)
-        if not self._applies:
+        if not self.applies:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
         if not prompt.messages and self.is_rendered(prompt.text):
             if self._system or prompt.tools:
@@ -153,9 +148,9 @@ class PromptRenderer:
             messages = (said("system", self._system), *messages)
         text = self._write(messages, prompt.tools, where)
         self._check(text, messages, setting, where, prompt.tools)
-        if self._template.date in text:
-            self.dated = self.dated or self._template.date
-        ids = self._encode(text, setting, where, begins=self._image_token is None)
+        if self.template.date in text:
+            self.dated = self.dated or self.template.date
+        ids = self._encode(text, setting, where, begins=self.image_token is None)
         return Rendered(text, ids, prompt.converted, messages, prompt.tools)
 
     def changes(self, prompt: Rendered, name: str, value: Any) -> bool:
@@ -167,7 +162,7 @@ class PromptRenderer:
         more = value if isinstance(value, dict) else {name: value}
         more = {key: variable for key, variable in more.items() if variable is not None}
         try:
-            text = self._template.render(prompt.messages, prompt.tools, more=more) if prompt.messages else prompt.text
+            text = self.template.render(prompt.messages, prompt.tools, more=more) if prompt.messages else prompt.text
         except TemplateFailed:
             return True
         return text != prompt.text
@@ -186,7 +181,7 @@ class PromptRenderer:
         turn = in_parts({"role": message["role"], "content": message["content"]})
         if isinstance(turn["content"], str):
             return message
-        before, after = self._template.frame([said(turn["role"], "")]).pieces or ("", "")
+        before, after = self.template.frame([said(turn["role"], "")]).pieces or ("", "")
         text = self._write([turn], (), where).removeprefix(before).removesuffix(after)
         if self._write([turn, said("assistant", ANSWER), turn], (), where).count(text) < 2:
             problem = f"the chat template writes the parts of {where} in another way than those of one message alone."
@@ -202,7 +197,7 @@ class PromptRenderer:
         Returns:
             None: the beginning of the answer, which the template writes at the end, would be lost.
         """
-        if side == "right" and self._applies:
+        if side == "right" and self.applies:
             return None
         begin = self._begin or self._first
         n = len(begin) if prompt.ids[: len(begin)] == begin else 0
@@ -210,77 +205,6 @@ class PromptRenderer:
         ids = (left if side == "left" else prompt.ids)[:limit]
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return replace(prompt, text=text, ids=ids)
-
-    def answer_ids(self, prompt: Rendered, text: str, ends: Sequence[int], setting: Setting, where: str) -> list[int]:
-        """Return the tokens of an answer and its end behind a prompt, as the template writes them: see `AnswerTexts`.
-
-        Without an end token of the template, the tokenizer's is appended. One that the answer has stays. Tokens of the
-        prompt do not change: if they would merge with white space of the answer, it is tokenized alone.
-
-        Raises:
-            ConfigError: the answer repeats the end of its prompt, has no tokens, or an end token before its end; the
-                template fails, or does not write it behind its prompt.
-        """
-        if again := self._begins_again(prompt.text, text):
-            problem = f"a response of {where} begins with {again!r}, with which its prompt ends: {quoted(text)}."
-            raise ConfigError(*setting, problem, "remove it from the text, because the chat template writes it.")
-        names = {self._template.added[i]: i for i in ends if i in self._template.added}
-        own = max((name for name in names if text.endswith(name)), key=len, default="")
-        text = text.removesuffix(own)
-        answer, behind = self._answer(prompt, text, setting, where)
-        places = ((behind.find(name), -len(name), name) for name in names if name in behind)
-        at, _, end = min(places, default=(0, 0, ""))
-        ids = self._ids_behind(prompt.text, answer + behind[:at])
-        if not (text.strip() and answer and ids):
-            raise ConfigError(*setting, f"the response of {where} has no tokens.", "correct or remove the row.")
-        if any(token in ends for token in ids[:-1]):
-            problem = f"the response of {where} contains an end-of-sequence token before its end: {quoted(text)}."
-            fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
-            raise ConfigError(*setting, problem, fix)
-        if self._image_token in ids:
-            problem = f"the response of {where} has the token of an image, and no image: {quoted(text)}."
-            raise ConfigError(*setting, problem, "remove it from the text.")
-        if ids[-1] not in ends:
-            eos = self._tokenizer.eos_token_id
-            ids.append(names.get(own or end, ends[0] if eos is None else eos))
-        return ids
-
-    @cached_property
-    def _answers(self) -> AnswerTexts:
-        return AnswerTexts(self._template)
-
-    def _answer(self, prompt: Rendered, text: str, setting: Setting, where: str) -> tuple[str, str]:
-        """Return an answer and the text behind it; count whether it ends the thoughts that its prompt begins."""
-        if not self._applies:
-            return text, ""
-        tag = opened_thought(prompt.text)
-        try:
-            answer, behind = self._answers.find(prompt.text, prompt.messages, prompt.tools, text)
-        except DataError as error:
-            problem = f"the chat template does not write the response of {where} behind its prompt: {error}."
-            thinks = f"end the thoughts with {end_of_thought(tag)} in the response, or {NO_THOUGHTS}." if tag else ""
-            raise ConfigError(*setting, problem, thinks or "write it in the template's form.") from error
-        if tag:
-            self.thoughts[tag].append(end_of_thought(tag) in answer)
-        return answer, behind
-
-    def _ids_behind(self, prompt: str, text: str) -> list[int]:
-        """Return the tokens of a text. Some tokenizers put a space in front of one that stands alone."""
-        tail = prompt[-_TAIL:] if self._applies else ""
-        front = self._ids(tail)
-        ids = self._ids(tail + text)
-        return ids[len(front) :] if ids[: len(front)] == front else self._ids(text)
-
-    def _begins_again(self, prompt: str, response: str) -> str:
-        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or "".
-
-        A response does not think behind thoughts that the prompt has ended.
-        """
-        tail = prompt.rstrip()[-_TAIL:] if self._applies else ""
-        text = response.lstrip()
-        ends = (tail[tag.start() :] for tag in TAG.finditer(tail))
-        ended = next((end for end in ends if text.startswith(end)), "")
-        return ended or ("<think>" if tail.endswith("</think>") and text.startswith("<think>") else "")
 
     def _check_system(self, setting: Setting) -> None:
         """Raise ConfigError unless the model reads the system prompt."""
@@ -319,7 +243,7 @@ class PromptRenderer:
     def _write(self, messages: Sequence[Mapping[str, Any]], tools: Tools, where: str) -> str:
         """Return the text of a prompt. Raises ConfigError if the template fails."""
         try:
-            return self._template.render(messages, tools)
+            return self.template.render(messages, tools)
         except TemplateFailed as error:
             problem = f"{error}: the prompt of {where}."
             raise ConfigError(*self._setting, problem, "correct it or the row.") from error
@@ -336,7 +260,7 @@ class PromptRenderer:
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
                 fix = "correct the row. A rendered text must be one string; data.chat_template=never takes it as it is."
                 raise ConfigError(*setting, problem, fix)
-        frame = self._template.frame(messages, tools)
+        frame = self.template.frame(messages, tools)
         around = "".join(frame.pieces) or text  # A user's text may have the name of a tool.
         if unread := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in around]:
             problem = f"the chat template leaves out the tool {unread[0]} of {where}; it writes {quoted(text)}."
@@ -372,7 +296,7 @@ class PromptRenderer:
 
     def is_rendered(self, text: str) -> bool:
         """Return whether a text begins as the turns of the template do; it need not without a template."""
-        if not self._applies:
+        if not self.applies:
             return True
         text = text.lstrip()
         without_begin = text.removeprefix(self._tokenizer.bos_token or "").lstrip()
@@ -384,9 +308,9 @@ class PromptRenderer:
 
     def _find_separators(self) -> None:
         """Find the special tokens that the template writes, and the beginnings and the end of rendered prompts."""
-        user = self._template.frame([said("user", "")]).pieces
-        pieces = (*user, *self._template.frame([said("system", ""), said("user", "")]).pieces)
-        special = {*self._template.special.values()}
+        user = self.template.frame([said("user", "")]).pieces
+        pieces = (*user, *self.template.frame([said("system", ""), said("user", "")]).pieces)
+        special = {*self.template.special.values()}
         self._markers = tuple(sorted(token for token in special if any(token in piece for piece in pieces)))
         begin = self._tokenizer.bos_token or ""
         head = pieces[0].strip().removeprefix(begin).lstrip() if pieces else ""
