@@ -17,7 +17,7 @@ import numpy as np
 
 from gkd.data.conversation import Conversation, Setting, quoted, read_tools, unicode_problem
 from gkd.data.render import PromptRenderer
-from gkd.data.template import ANSWER, QUESTION, START, TAG, WHY, ChatTemplate, Frame, Message, TemplateFailed, said
+from gkd.data.template import ANSWER, QUESTION, START, TAG, THOUGHT, ChatTemplate, Frame, Message, TemplateFailed, said
 from gkd.errors import ConfigError, DataError
 
 _PROBE = ' \n A"b\\<é>🙂\tz\n '  # a text that shows what a template changes
@@ -160,25 +160,21 @@ class _Remark:
 
     Each turn is written once plain, once with thinking, and with white space around it. A trajectory keeps both turns
     as they were generated. If the template's own text of the conversation differs, the model reads other turns when it
-    is served than in training. Qwen3's template, for example, writes only the last one of two turns with thinking that
-    each have a question behind them: "removes the thinking of earlier turns when a user message follows".
+    is served than in training. Qwen3's template, for example, writes the thinking of the last turn alone if a question
+    follows each turn: "changes the thinking of earlier turns when a user message follows".
     """
 
     def __init__(self, template: ChatTemplate, roles: frozenset[str]) -> None:
         self._template = template
         self._roles = sorted(roles)
-        opening = template.opening
         front = template.split([*START, said(self._roles[-1], "m")])[0]
         # White space of the template around an answer, which models learn to write.
         lead, _, space = front.removeprefix(template.prompt).partition(ANSWER)
         lead = lead if front.startswith(template.prompt) and not lead.strip() else ""
-        # The thinking that a prompt has begun, or ended at once.
-        self._opened = template.thinking if "</think>" not in template.thinking else ""
-        self._is_ended = "</think>" in opening and not self._opened
-        thought = f"<think>\n{WHY}\n</think>\n\n".removeprefix(self._opened and "<think>\n")
-        self._thinking = f"{lead}{thought}a{space}"
+        self._opened = "" if "</think>" in template.thinking else template.thinking  # what a prompt has begun
+        thought = THOUGHT.removeprefix(self._opened and "<think>\n")
         self._plain = self._changed(f"{lead}a{space}")
-        self._thought = self._changed(self._thinking)
+        self._thought = self._changed(f"{lead}{thought}a{space}")
         self._white = self._changed(f"\n {self._opened and thought}a \n", f"{lead}{thought[:-2]} a\n")
 
     def text(self) -> str:
@@ -186,13 +182,16 @@ class _Remark:
         changes = defaultdict[str, list[str]](list)
         for role in self._roles:
             changes[self._change(role)].append(role)
-        told = [f"{change} when a {' or '.join(roles)} message follows" for change, roles in changes.items() if change]
+        told = [
+            f"changes the {change} of earlier turns when a {' or '.join(roles)} message follows"
+            for change, roles in changes.items()
+            if change
+        ]
+        opening = self._template.opening
         for role in self._roles:
             last = self._template.frame_behind([role]).pieces[-1]
-            if not last.endswith(self._template.opening):
-                told.append(
-                    f"begins the answer to a {role} message with {last!r} instead of {self._template.opening!r}"
-                )
+            if not last.endswith(opening):
+                told.append(f"begins the answer to a {role} message with {last!r} instead of {opening!r}")
         if not told:
             return ""
         rewrites = self._thought | (set() if self._opened else self._plain)
@@ -203,17 +202,14 @@ class _Remark:
         )
 
     def _change(self, role: str) -> str:
-        """Return what the template does with earlier turns when a message of this role follows; or nothing."""
-        if self._is_ended and role in self._plain:
-            return "removes the empty thinking of earlier turns"
-        thinks = [QUESTION, said("assistant", self._opened + self._thinking), said(role, "m")]
-        if role in self._thought and WHY not in self._written(thinks):
-            return "removes the thinking of earlier turns"
-        if role in self._thought or (role in self._plain and not self._opened):
-            return "writes some earlier turns in another form"
+        """Return what the template changes in earlier turns when a message of this role follows; or nothing."""
+        if role in self._plain and not self._opened:
+            return "empty thinking" if self._template.thinking else "form"
+        if role in self._thought:
+            return "thinking"
         if role in self._plain:
-            return "rewrites unfinished thinking"
-        return "changes the white space of earlier turns" if role in self._white else ""
+            return "unfinished thinking"
+        return "white space" if role in self._white else ""
 
     def _changed(self, *turns: str) -> set[str]:
         """Return the roles of messages behind which the template writes one of the turns otherwise."""

@@ -28,7 +28,7 @@ ANSWER = MARK.format("answer")
 TAG = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")  # markers of templates
 _MARKS = re.compile(MARK.format(r"\d+"))
 _CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
-WHY = MARK.format("why")  # the text of a thought
+THOUGHT = f"<think>\n{MARK.format('why')}\n</think>\n\n"
 _FILLS = ("4", " 4\n", "\n\n", "é🙂", "")  # texts of messages in the proof on tokens
 
 
@@ -313,4 +313,4 @@ def _histories() -> Iterator[list[dict[str, Any]]]:
     yield [said("system", "s"), *START]
     yield [*earlier, *START]
     yield [*earlier, said("tool", "w"), START[1]]
-    yield [QUESTION, said("assistant", f"<think>\n{WHY}\n</think>\n\n{_CALL}{ANSWER}")]
+    yield [QUESTION, said("assistant", THOUGHT + _CALL + ANSWER)]
