@@ -257,3 +257,20 @@ def test_a_response_without_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"p\.jsonl:1") as caught:
         load([file], PreTrainedTokenizerFast(tokenizer_object=inner), [1])
     assert caught.value.key == "data.response_key"
+
+
+def test_large_files_are_read_by_row_and_by_column(tmp_path: Path) -> None:
+    """Fails if a byte order mark, line ends inside of texts, or unread columns change the prompts."""
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n\r\n{"prompt": "c"}')
+    plain = byte_level.tokenizer()
+    prompts, _ = load_prompts([str(file)], "data.train_files", RowReader(DataConfig(), plain))
+    assert [plain.decode(p.token_ids) for p in prompts] == ["a\u2028b", "c"]
+    pq.write_table(pa.table({"prompt": ["a"] * 600, "unused": ["x"] * 600}), tmp_path / "p.parquet", row_group_size=100)
+    prompts, _ = load_prompts(
+        [str(tmp_path / "p.parquet")], "data.train_files", RowReader(DataConfig(), plain), keep_rows=True
+    )
+    assert len(prompts) == 600
+    (tmp_path / "a.jsonl").write_text('[\n {"prompt": "a"}\n]')
+    with refuses("data.train_files"):
+        load_prompts([str(tmp_path / "a.jsonl")], "data.train_files", RowReader(DataConfig(), plain))
