@@ -53,10 +53,9 @@ _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file 
 _SHOWN = 2000  # The log shows so much of a prompt.
 _HEADER = 20  # characters in front of a message: without them it is not the system's
 _REPORT_ROWS = 256  # between reports of the progress
-# What a column that is not read asks for, and what to do about it, by its `meaning`; of others see `_PART`.
 _PART = "a part of the prompt", "write it into the prompt, and remove or rename the column."
 _LEARNING = "what is learned", "write weight, 0 or 1, into messages (data.messages_key); remove the row or the column."
-_ASKS = {
+_ASKS = {  # meaning of a column that is not read -> what it asks for, and the fix; others ask for `_PART`
     "tools": ("tools", "name the column in data.tools_key, with tools in its form, or remove or rename the column."),
     "media": ("media", "name it in data.images_key; rename the column if the prompt does without it."),
     "variables": ("variables of the template", "set data.chat_template_kwargs for all rows, or rename the column."),
@@ -213,11 +212,13 @@ class RowReader:
             offered,
             None if images is None else images.processor,
         )
-        self._prompt_setting = "data.prompt_key", config.prompt_key
-        learned = "messages_key" if config.messages_key else "response_key"
-        learned_from = f"data.{learned}", getattr(config, learned)
+        self._setting = "data.prompt_key", config.prompt_key
+        learned_from = "data.response_key", config.response_key
+        if config.messages_key:
+            self._setting = learned_from = "data.messages_key", config.messages_key
         self._responses = ResponseReader(config, tokenizer, response_ends or (), self._renderer, learned_from)
-        self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
+        self._teacher_renderer = self._renderer
+        self._has_two = teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
             variables = {k: v for k, v in config.chat_template_kwargs.items() if k in str(source)}
@@ -242,11 +243,10 @@ class RowReader:
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`.
 
-        The order: the student's messages and images, the turns behind them, the tools, and the teacher's own prompt,
-        which may be made from the student's. Both are rendered then.
+        The student's messages, images and tools come first, because a template may make the teacher's prompt of them.
         """
         config = self.config
-        setting = ("data.messages_key", config.messages_key) if config.messages_key else self._prompt_setting
+        setting = self._setting
         value = _column(row, setting, where, "name the prompts' column.")
         prompt = read_conversation(value, setting, where, with_images=self._images is not None)
         prompt, images = self._with_images(prompt, row, setting, where, self._renderer)
@@ -326,11 +326,8 @@ class RowReader:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
         R <= data.max_response_length. The response is what stands in data.messages_key behind the prompt, or else the
-        column's text, or with an empty `data.response_key` the last message of the prompt. Its tokens are those of
-        `PromptRenderer.answer_ids`. A longer response is truncated and then has no end-of-sequence token.
-
-        Raises:
-            ConfigError: the row has none that can be used.
+        column's text, or with an empty `data.response_key` the last message of the prompt. A longer response is
+        truncated and then has no end-of-sequence token. Raises ConfigError: the row has none that can be used.
         """
         if self._ends is None:
             return None, None
@@ -423,23 +420,16 @@ def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool
         return True
     if config.truncation == "drop":
         return False
-    raise ConfigError(
-        "data.max_teacher_prompt_length",
-        config.max_teacher_prompt_length,
-        f"the teacher's prompt of {where} has {len(ids)} tokens, more than {limit}.",
-        "increase it, or set data.truncation to drop.",
-    )
+    setting = "data.max_teacher_prompt_length", config.max_teacher_prompt_length
+    problem = f"the teacher's prompt of {where} has {len(ids)} tokens, more than {limit}."
+    raise ConfigError(*setting, problem, "increase it, or set data.truncation to drop.")
 
 
 _DEFAULT = "default"  # name of the route that takes rows of no other route
 
 
 class RowRoutes:
-    """Return the route of each row, and count them.
-
-    Args:
-        column: data.teacher_key.
-    """
+    """Return the route of each row, and count them. `column` is data.teacher_key."""
 
     def __init__(self, teacher: TeacherConfig, column: str) -> None:
         self._names, self._column = sorted(teacher.routes), column
@@ -448,11 +438,7 @@ class RowRoutes:
         self._counts = Counter[str]()
 
     def of(self, row: Mapping[str, Any], where: str) -> int:
-        """Return the index of a row's route. Raises ConfigError: it names none, and there is no route `default`.
-
-        Args:
-            where: file and line of the row.
-        """
+        """Return the index of a row's route. Raises ConfigError: it names none, and there is no route `default`."""
         if not self._names:
             return 0
         found = row.get(self._column)

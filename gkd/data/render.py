@@ -30,19 +30,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as the model reads it.
+    """A prompt as the model reads it."""
 
-    Attributes:
-        text: with the special tokens of the template.
-        ids: its tokens.
-        converted: the form of the row that was converted; empty if there was none.
-        messages, tools: that the template got; without messages it was not applied.
-    """
-
-    text: str
+    text: str  # with the special tokens of the template
     ids: list[int]
-    converted: str
-    messages: tuple[Message, ...] = ()
+    converted: str  # the form of the row that was converted; empty if there was none
+    messages: tuple[Message, ...] = ()  # messages that the template got; none if it was not applied
     tools: Tools = ()
 
 
@@ -88,22 +81,25 @@ class PromptRenderer:
             self._check_variable(name, (f"data.chat_template_kwargs.{name}", value))
         if tools is not None:
             self._check_variable("tools", tools)
-            if "tools" in variables:
-                problem = "data.chat_template_kwargs.tools is set, too."
-                raise ConfigError(*tools, problem, "remove one of them.")
+        if tools is not None and "tools" in variables:
+            raise ConfigError(*tools, "data.chat_template_kwargs.tools is set, too.", "remove one of them.")
         self._tools_setting = tools or ("data.tools_key", "")
         self._begin = self._tokens_in_front()
-        self._end = ""  # with which the template ends a prompt
-        self._markers: tuple[str, ...] = ()  # special tokens that the template writes
-        self._heads: tuple[str, ...] = ()  # beginnings of rendered prompts
-        if self.applies:
-            self._find_separators()
+        pieces = self.template.frame([said("user", "")]).pieces if self.applies else ()
+        self._end = "".join(pieces[-1:]).strip()  # with which the template ends a prompt
+        self._markers, self._heads = self._separators(pieces)
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
         # The template may write the beginning, and not the tokenizer. Of some models each turn begins with it.
         self._first = [] if tokenizer.bos_token in (None, *self._heads) else [tokenizer.bos_token_id]
         self._system = system_prompt
         if system_prompt:
-            self._check_system(("data.system_prompt", system_prompt))
+            key = "data.system_prompt"
+            example = [said("system", system_prompt), said("user", "-")]
+            try:  # whether the model reads it
+                self.render(read_conversation(example, (key, system_prompt), key), (key, system_prompt), key)
+            except ConfigError as error:
+                fix = "correct the text, or remove the key."
+                raise ConfigError(key, system_prompt, error.problem, fix) from error
 
     def _check_variable(self, name: str, setting: tuple[str, Any]) -> None:
         """Raise ConfigError unless the template uses a variable."""
@@ -115,11 +111,8 @@ class PromptRenderer:
         """Return a prompt's text and tokens.
 
         A text that begins as the template's prompts do is rendered already, and is used as it is. Other prompts begin
-        with the system prompt, unless they have a message of the system.
-
-        Args:
-            setting: key that the prompt comes from and its value, for errors.
-            where: file and line of the row.
+        with the system prompt, unless they have a message of the system. Errors name the key and value of `setting`,
+        and `where`, file and line of the row.
 
         Raises:
             ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template;
@@ -189,13 +182,9 @@ class PromptRenderer:
         return {**message, "content": text}
 
     def cut(self, prompt: Rendered, limit: int, side: str) -> Rendered | None:
-        """Return a prompt without the tokens above a limit; the beginning of the sequence stays.
+        """Return a prompt without the tokens above a limit on one side, "left" or "right"; its first tokens stay.
 
-        Args:
-            side: where they are removed, "left" or "right".
-
-        Returns:
-            None: the beginning of the answer, which the template writes at the end, would be lost.
+        Return None if the beginning of the answer, which the template writes at the end, would be lost.
         """
         if side == "right" and self.applies:
             return None
@@ -205,15 +194,6 @@ class PromptRenderer:
         ids = (left if side == "left" else prompt.ids)[:limit]
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return replace(prompt, text=text, ids=ids)
-
-    def _check_system(self, setting: Setting) -> None:
-        """Raise ConfigError unless the model reads the system prompt."""
-        name = "data.system_prompt"
-        try:
-            messages = [said("system", setting[1]), said("user", "-")]
-            self.render(read_conversation(messages, setting, name), setting, name)
-        except ConfigError as error:
-            raise ConfigError(*setting, error.problem, "correct the text, or remove the key.") from error
 
     def _ids(self, text: str, *, whole: bool = False) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=whole)["input_ids"])
@@ -306,18 +286,17 @@ class PromptRenderer:
         problem = f"the prompt of {where} ends with {text[-80:]!r}, and the chat template ends a prompt with {end!r}."
         return ConfigError(*setting, problem, "add the beginning of the response, or correct the template.")
 
-    def _find_separators(self) -> None:
-        """Find the special tokens that the template writes, and the beginnings and the end of rendered prompts."""
-        user = self.template.frame([said("user", "")]).pieces
-        pieces = (*user, *self.template.frame([said("system", ""), said("user", "")]).pieces)
+    def _separators(self, pieces: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the special tokens that the template writes, and the beginnings of rendered prompts."""
+        if self.applies:
+            pieces += self.template.frame([said("system", ""), said("user", "")]).pieces
         special = {*self.template.special.values()}
-        self._markers = tuple(sorted(token for token in special if any(token in piece for piece in pieces)))
+        markers = tuple(sorted(token for token in special if any(token in piece for piece in pieces)))
         begin = self._tokenizer.bos_token or ""
         head = pieces[0].strip().removeprefix(begin).lstrip() if pieces else ""
         # The beginning alone does not tell: <s> is also a tag of HTML. Some models begin each turn with it, however.
-        turns = tuple(token for token in self._markers if token != begin or any(begin in p for p in pieces[1:2]))
-        self._heads = (*turns, head) if len(head) >= _SHORTEST_HEAD else turns
-        self._end = "".join(user[-1:]).strip()
+        turns = tuple(token for token in markers if token != begin or any(begin in piece for piece in pieces[1:2]))
+        return markers, (*turns, head) if len(head) >= _SHORTEST_HEAD else turns
 
 
 def has_system(prompt: Conversation) -> bool:

@@ -11,7 +11,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -35,13 +35,7 @@ _TAIL = 200  # characters of a prompt: more than any template writes at the begi
 
 
 class ResponseReader:
-    """Return the tokens of the turns behind a prompt.
-
-    Args:
-        ends: token ids that end a turn.
-        renderer: of the prompts.
-        setting: key that the turns come from, and its value.
-    """
+    """Return the tokens of the turns behind a prompt, which end with one of `ends`. They come from `setting`."""
 
     def __init__(
         self, config: DataConfig, tokenizer: Any, ends: Sequence[int], renderer: PromptRenderer, setting: Setting
@@ -52,6 +46,7 @@ class ResponseReader:
         self._limit = config.max_response_length
         self._setting = setting
         self._thoughts = defaultdict[str, list[bool]](list)  # tag that ends prompts -> whether each answer ends it
+        self._answers = cache(partial(AnswerTexts, renderer.template))
         # The first row with messages between its turns needs it: not all templates can continue a turn.
         self._delta = cache(partial(ChatDelta, tokenizer, config.chat_template_kwargs, ends, setting=setting))
 
@@ -133,17 +128,13 @@ class ResponseReader:
             ids.append(names.get(own or end, self._ends[0] if eos is None else eos))
         return ids
 
-    @cached_property
-    def _answers(self) -> AnswerTexts:
-        return AnswerTexts(self._renderer.template)
-
     def _answer(self, prompt: Rendered, text: str, where: str) -> tuple[str, str]:
         """Return an answer and the text behind it; count whether it ends the thoughts that its prompt begins."""
         if not self._renderer.applies:
             return text, ""
         tag = _opened_thought(prompt.text)
         try:
-            answer, behind = self._answers.find(prompt.text, prompt.messages, prompt.tools, text)
+            answer, behind = self._answers().find(prompt.text, prompt.messages, prompt.tools, text)
         except DataError as error:
             problem = f"the chat template does not write the response of {where} behind its prompt: {error}."
             thinks = f"end the thoughts with {_end_of_thought(tag)} in the response, or {_NO_THOUGHTS}." if tag else ""
@@ -174,14 +165,10 @@ class ResponseReader:
 class AnswerTexts:
     """Find the text of an answer behind its prompt: what the template writes in the conversation with the answer.
 
-    A prompt ends with a header, such as <|im_start|>assistant. Behind it it may have begun the answer, as with <think>.
-
+    A prompt ends with a header, such as <|im_start|>assistant, and what begins the answer, such as <think>.
     The shortest conversation counts if the template moves the system's text to the last message, so that none goes on
     from this prompt. The answer's own text counts if the template drops its thoughts, if it begins as the template
     begins answers, or if a prompt that came as a text has begun the answer in another way.
-
-    Raises:
-        TemplateFailed: the template writes no question or answer.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -192,8 +179,8 @@ class AnswerTexts:
         self._header = header.rstrip() or header
         self._front = prompt[: len(prompt) - len(opening) + len(self._header)]
         written, _, self._behind = template.render(START, generate=False).partition(ANSWER)
-        # between header and answer
-        self._lead = written.removeprefix(self._front) if written.startswith(self._front) else ""
+        is_behind = written.startswith(self._front)
+        self._lead = written.removeprefix(self._front) if is_behind else ""  # between header and answer
 
     def find(self, prompt: str, messages: Sequence[Message], tools: Tools, answer: str) -> tuple[str, str]:
         """Return the answer's text, and the text behind it, in which an end token may be.

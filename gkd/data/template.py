@@ -22,6 +22,7 @@ from gkd.errors import DataError
 
 Message = Mapping[str, Any]
 Tools = tuple[dict[str, Any], ...]
+Variables = Mapping[str, Any]
 
 MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
 ANSWER = MARK.format("answer")
@@ -47,21 +48,16 @@ class TemplateFailed(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the template writes around the texts of messages.
+    """Holds what the template writes around the texts of messages.
 
-    Attributes:
-        pieces: one more than there are texts. Empty: the template fails, or leaves out, moves or repeats a text.
-        dropped: indices of the texts that it leaves out.
-        end: text of the end token of the turn in front of the messages, see `ChatTemplate.frame_behind`.
-        watched: ids of special tokens, and of added tokens that the pieces have.
-        order: watched ids of the pieces. Those of the texts would come between them.
+    The last three fields are those of messages behind a turn, see `ChatTemplate.frame_behind`.
     """
 
-    pieces: tuple[str, ...] = ()
-    dropped: tuple[int, ...] = ()
-    end: str = ""
-    watched: frozenset[int] = frozenset()
-    order: tuple[int, ...] = ()
+    pieces: tuple[str, ...] = ()  # one more than texts; empty: the template fails, or drops, moves or repeats a text
+    dropped: tuple[int, ...] = ()  # indices of the texts that it leaves out
+    end: str = ""  # text of the turn's end token
+    watched: frozenset[int] = frozenset()  # ids of special tokens, and of added tokens that the pieces have
+    order: tuple[int, ...] = ()  # watched ids of the pieces; those of the texts would come between them
 
     def around(self, texts: Sequence[str]) -> str:
         """Return the pieces with these texts between them."""
@@ -92,7 +88,7 @@ class ChatTemplate:
         end_ids: tokens that end a turn. Those that are not added tokens do not separate the text, and are ignored.
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any], end_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, variables: Variables, end_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self.added = {i: str(token) for i, token in added.items()}
@@ -105,8 +101,12 @@ class ChatTemplate:
         self._variables = dict(variables)
         if self.uses("strftime_now"):  # a function of transformers
             self._variables = {"strftime_now": self._today, **variables}
-        self._frames: dict[str, Frame] = {}
         self._proven: dict[tuple[str, ...], Frame] = {}  # roles -> frame behind a turn
+        self._frames: dict[str, Frame] = {}
+        self._reads_parts = False  # the template leaves out a content that is a text, as LLaVA's do
+        if self.exists and not self.frame([QUESTION]).pieces:
+            self._reads_parts = True
+            self._frames.clear()
 
     def _today(self, form: str) -> str:
         self.date = self._began.strftime(form)
@@ -118,40 +118,21 @@ class ChatTemplate:
         return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = (),
-        *,
-        generate: bool = True,
-        more: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], tools: Tools = (), *, generate: bool = True, more: Variables | None = None
     ) -> str:
-        """Return the text of a conversation. Raises TemplateFailed.
+        """Return the text of a conversation, which ends with the beginning of an answer if the template shall generate.
 
-        Args:
-            generate: the text ends with the beginning of an answer.
-            more: further variables.
+        `more` are further variables. Raises TemplateFailed.
         """
-        if self._reads_parts:
-            messages = [*map(_with_part, messages)]
-        return self._apply(messages, generate, **({"tools": [*tools]} if tools else {}), **(more or {}))
-
-    def _apply(self, messages: Sequence[Message], generate: bool, /, **more: Any) -> str:
-        variables = {**self._variables, **more}
+        variables = {**self._variables, **({"tools": [*tools]} if tools else {}), **(more or {})}
+        messages = [*map(_with_part, messages)] if self._reads_parts else [*messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [*messages], add_generation_prompt=generate, tokenize=False, **variables
+                messages, add_generation_prompt=generate, tokenize=False, **variables
             )
         except Exception as error:  # a template is a program and may raise any error
             raise TemplateFailed(f"the chat template fails ({error})") from error
         return text
-
-    @cached_property
-    def _reads_parts(self) -> bool:
-        """Return whether the template leaves out a content that is a text, as LLaVA's do."""
-        try:
-            return QUESTION["content"] not in self._apply([QUESTION], True)
-        except TemplateFailed:
-            return True
 
     @cached_property
     def prompt(self) -> str:
@@ -237,26 +218,20 @@ class ChatTemplate:
         asked = "".join(self.frame([QUESTION]).pieces[-1:])
         if roles[-1] == "user" and pieces[-1] != asked:
             raise DataError(f"behind the first question the template writes {asked!r}, and {pieces[-1]!r} later")
-        ids = self._ids_of(front, Frame(pieces, end=end))
+        before = self._tokens(front + end)
+        for fill in _FILLS:
+            delta = Frame(pieces).around([fill] * len(roles))
+            if self._tokens(front + end + delta) != before + self.encode(end, delta):
+                raise DataError(f"the tokens of {end + delta!r} depend on the text in front of it")
+        ids = self.encode(end, Frame(pieces).around(["4"] * len(roles)))
         written = "".join(pieces).removesuffix(self.thinking)  # An observation may quote a model's thinking.
         watched = {*self.special, *(i for i in ids if (text := self.added.get(i, "").strip()) and text in written)}
         return Frame(pieces, (), end, frozenset(watched), tuple(i for i in ids if i in watched))
 
-    def _ids_of(self, front: str, frame: Frame) -> list[int]:
-        """Return the ids of a delta with short texts. Raises DataError if any depend on the text in front of it."""
-        before = self._tokens(front + frame.end)
-        n = len(frame.pieces) - 1
-        for fill in _FILLS:
-            delta = frame.around([fill] * n)
-            if self._tokens(front + frame.end + delta) != before + self.encode(frame.end, delta):
-                raise DataError(f"the tokens of {frame.end + delta!r} depend on the text in front of it")
-        return self.encode(frame.end, frame.around([_FILLS[0]] * n))
-
     def encode(self, end: str, delta: str) -> list[int]:
         """Return the ids behind the end token. It stands in front, since it may absorb white space that follows it.
 
-        Raises:
-            DataError: the tokenizer does not separate the end token.
+        Raises DataError if the tokenizer does not separate the end token.
         """
         first, *ids = self._tokens(end + delta)
         if self.added.get(first) != end:
