@@ -245,6 +245,8 @@ REFUSED: dict[str, list[tuple[str, Any, Any, dict[str, Any]]]] = {
         ("<|im_", "So: " + RENDERED, CHAT, {}),
         ("<|im_", [{"role": "user", "content": RENDERED}], CHAT, {}),
         ("ends with", RENDERED.partition("<|im_start|>assistant")[0], CHAT, {}),
+        # The text that the template drops is a word that the template writes.
+        ("leaves out", [USER, {"role": "tool", "content": "user"}, USER], CHAT.replace(*FAULTS["drops_tool"]), {}),
         ("<s>", "<s>struck out", FAMILIES["inst"], {}),  # the beginning alone is not a rendered text
         ("<s>", "<s>struck out", FAMILIES["headers"], {}),
         ("<s>", "<s>struck out", FAMILIES["turns"], {}),
