@@ -314,12 +314,13 @@ def _not_in_order(text: str, messages: Sequence[Message]) -> list[Message]:
     lost = list[Message]()
     at = 0
     for message in messages:
+        content = message["content"]
         moves = message["role"] == "system"
         first = 0 if moves else at
-        forms = filter(None, forms_of(message))
+        forms = filter(None, forms_of(message)) if content.strip() else [content]
         places = [(place, len(form)) for form in forms if (place := text.find(form, first)) >= 0]
         if places and not moves:
             at = sum(min(places))
-        elif not places and message["content"].strip():
+        elif not places and content.strip():
             lost.append(message)
     return lost

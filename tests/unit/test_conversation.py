@@ -247,6 +247,7 @@ REFUSED: dict[str, list[tuple[str, Any, Any, dict[str, Any]]]] = {
         ("ends with", RENDERED.partition("<|im_start|>assistant")[0], CHAT, {}),
         # The text that the template drops is a word that the template writes.
         ("leaves out", [USER, {"role": "tool", "content": "user"}, USER], CHAT.replace(*FAULTS["drops_tool"]), {}),
+        ("leaves out", [{**USER, "content": " \n"}, USER], FAMILIES["names"].replace(*FAULTS["reversed"]), {}),
         ("<s>", "<s>struck out", FAMILIES["inst"], {}),  # the beginning alone is not a rendered text
         ("<s>", "<s>struck out", FAMILIES["headers"], {}),
         ("<s>", "<s>struck out", FAMILIES["turns"], {}),
