@@ -73,23 +73,14 @@ Setting = tuple[str, str]  # key that a prompt comes from, and its value, for er
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The prompt of a row.
+    """The prompt of a row."""
 
-    Attributes:
-        messages: with a role and a text as content each; empty means `text` is the prompt.
-        text: of a prompt that is one string.
-        tools: that the prompt offers, in OpenAI's format.
-        response: the last assistant message with all its keys, taken off; None: the last message was another one.
-        converted: the form that was converted, to be counted; empty if there was none.
-        images: values of the parts that are images, one for each mark `IMAGE`; None: the part has no value.
-    """
-
-    messages: tuple[dict[str, Any], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()  # each has a role, and a text as content; empty: `text` is the prompt
     text: str = ""
-    tools: tuple[dict[str, Any], ...] = ()
-    response: dict[str, Any] | None = None
-    converted: str = ""
-    images: tuple[Any, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's format
+    response: dict[str, Any] | None = None  # the last message with all its keys, if it is the assistant's
+    converted: str = ""  # name of the form that was converted, to be counted
+    images: tuple[Any, ...] = ()  # the value of each part that is an image, for each mark `IMAGE`; None: it has none
 
 
 def read_conversation(
@@ -101,7 +92,6 @@ def read_conversation(
 
     Args:
         value: text, a list of messages with role and content or with from and value, or such a list as JSON text.
-        where: file and line of the row.
         from_json: the value was such a text.
 
     Raises:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gkd.data.conversation import Conversation, Setting, call_arguments, in_parts, quoted, read_conversation
+from gkd.data.conversation import Conversation, Message, Setting, call_arguments, in_parts, quoted, read_conversation
 from gkd.data.template import ANSWER, ChatTemplate, TemplateFailed, Tools, forms_of, said, texts_of
 from gkd.errors import ConfigError
 from teacher_server.vision.images import ImageError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
 SYSTEM = ("system", "developer")  # roles
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +110,11 @@ class PromptRenderer:
         """Return a prompt's text and tokens.
 
         A text that begins as the template's prompts do is rendered already, and is used as it is. Other prompts begin
-        with the system prompt, unless they have a message of the system. Errors name the key and value of `setting`,
-        and `where`, file and line of the row.
+        with the system prompt, unless they have a message of the system. `where` is file and line of the row.
 
         Raises:
-            ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template;
-                there are messages and no template; a rendered text lacks the system prompt or tools; the prompt has no
-                tokens.
+            ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template; a
+                rendered text lacks the system prompt or tools; there is no template for messages, or no token.
         """
         if prompt.messages and not self.applies:
             has = self.template.exists
@@ -168,8 +165,7 @@ class PromptRenderer:
     def as_text(self, message: Message, setting: Setting, where: str) -> Message:
         """Return a message of a later turn with one text: what the template writes for its texts and images.
 
-        Raises:
-            ConfigError: it writes them in another way when the message stands there again, as with numbers of images.
+        Raises ConfigError: it writes them in another way if the message stands there again, as with numbers of images.
         """
         turn = in_parts({"role": message["role"], "content": message["content"]})
         if isinstance(turn["content"], str):

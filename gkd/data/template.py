@@ -173,8 +173,7 @@ class ChatTemplate:
     def split(self, messages: Sequence[Message]) -> tuple[str, str, str]:
         """Return the text before the end token of the answer, whose text is `ANSWER`; that token; the text behind it.
 
-        Raises:
-            DataError: the template fails; the answer does not occur once; none of the end tokens follows it.
+        Raises DataError: the template fails; the answer does not occur once; none of the end tokens follows it.
         """
         text = self.render(messages)
         front, *rest = text.split(ANSWER)
@@ -189,8 +188,7 @@ class ChatTemplate:
     def frame_behind(self, roles: Sequence[str]) -> Frame:
         """Return the frame of messages with these roles behind a turn. Its first piece begins behind the end token.
 
-        Raises:
-            DataError: the text is another one in other conversations, or its tokens are; see also `split`.
+        Raises DataError: the text is another one in other conversations, or its tokens are; see also `split`.
         """
         key = tuple(roles)
         if key not in self._proven:

@@ -30,9 +30,8 @@ from tests.refusals import refuses
 from tests.unit.chat_templates import FAMILIES, FAULTS, TOOLS, tokenizer
 
 SETTING = "data.prompt_key", "prompt"
-ANSWER = {"role": "assistant", "content": ""}
 USER = {"role": "user", "content": "What is 2+2?"}
-CALL = {**ANSWER, "tool_calls": [{"function": {"name": "add_numbers", "arguments": {}}}]}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add_numbers", "arguments": {}}}]}
 CHATML = tokenizer(FAMILIES["chatml"])
 RENDERED = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -223,8 +222,7 @@ def test_the_tools_of_a_parquet_file(tmp_path: Path) -> None:
     assert ["get_time" in made.decode(prompt.token_ids) for prompt in prompts] == [True, False]
 
 
-CHAT = FAMILIES["chatml"]
-TOOL_CHAT = TOOLS["chatml_tools"]
+CHAT, TOOL_CHAT = FAMILIES["chatml"], TOOLS["chatml_tools"]
 # Key -> the part of the error that tells, or "", the row, the template, and settings.
 REFUSED: dict[str, list[tuple[str, Any, Any, dict[str, Any]]]] = {
     "data.prompt_key": [
@@ -239,7 +237,7 @@ REFUSED: dict[str, list[tuple[str, Any, Any, dict[str, Any]]]] = {
         ("no text", [{"role": "system", "content": " "}], CHAT, {}),
         ("leaves out", [USER, {**CALL, "content": None}, {"role": "tool", "content": "4"}], CHAT, {}),
         ("tool calls", [USER, {**CALL, "tool_calls": "add"}, {"role": "tool", "content": "4"}], CHAT, {}),
-        ("function_call", [USER, {**ANSWER, "function_call": {"name": "f"}}, USER], CHAT, {}),
+        ("function_call", [USER, {"role": "assistant", "content": "", "function_call": {"name": "f"}}, USER], CHAT, {}),
         ("lone surrogate at character 2", "1\ud83d2", CHAT, {}),
         ("lone surrogate at character 1", [{"role": "user", "content": "\udc00"}], CHAT, {}),
         ("<|im_", "So: " + RENDERED, CHAT, {}),
@@ -248,9 +246,8 @@ REFUSED: dict[str, list[tuple[str, Any, Any, dict[str, Any]]]] = {
         # The text that the template drops is a word that the template writes.
         ("leaves out", [USER, {"role": "tool", "content": "user"}, USER], CHAT.replace(*FAULTS["drops_tool"]), {}),
         ("leaves out", [{**USER, "content": " \n"}, USER], FAMILIES["names"].replace(*FAULTS["reversed"]), {}),
-        ("<s>", "<s>struck out", FAMILIES["inst"], {}),  # the beginning alone is not a rendered text
-        ("<s>", "<s>struck out", FAMILIES["headers"], {}),
-        ("<s>", "<s>struck out", FAMILIES["turns"], {}),
+        # The beginning alone is not a rendered text.
+        *(("<s>", "<s>struck out", FAMILIES[name], {}) for name in ("inst", "headers", "turns")),
     ],
     "data.system_prompt": [
         ("", "Q", FAMILIES["turns"], {"system_prompt": "Be brief."}),

@@ -304,17 +304,17 @@ def test_a_response_does_not_begin_twice(key: str) -> None:
     def row_of(text: str) -> dict[str, Any]:
         return {"prompt": "Q", "response": text, "m": [QUESTION, {"role": "assistant", "content": text}]}
 
-    thinking, no_thinking = "small chatml_thoughts", "small chatml_no_thinking"
-    for name, answer in ((thinking, "<think>\nx\n</think>\n4"), ("small chatml", "<|im_start|>assistant\n4")):
+    for family, answer in (("chatml_thoughts", "<think>\nx\n</think>\n4"), ("chatml", "<|im_start|>assistant\n4")):
         with refuses(key):
-            learned(row_of(answer), reader_of(name, **data), None)
+            learned(row_of(answer), reader_of(f"small {family}", **data), None)
     config = DataConfig(chat_template_kwargs={"enable_thinking": False}, **data)
+    ended = RowReader(config, chat("small chatml_no_thinking")[0], response_ends=[1])
     with refuses(key):  # the template has ended the thoughts
-        learned(row_of("<think>x</think>4"), RowReader(config, chat(no_thinking)[0], response_ends=[1]), None)
+        learned(row_of("<think>x</think>4"), ended, None)
     made = chat("small chatml")[0]
-    whole = learned(row_of("<think>x</think>4"), reader_of("small chatml", **data), made)
-    assert whole == ["<think>x</think>4<|im_end|>"]
-    never = reader_of(thinking, chat_template="never")
+    plain = reader_of("small chatml", **data)
+    assert learned(row_of("<think>x</think>4"), plain, made) == ["<think>x</think>4<|im_end|>"]
+    never = reader_of("small chatml_thoughts", chat_template="never")
     assert learned({"prompt": "<think>", "response": "<think>"}, never, made) == ["<think></s>"]
 
 
