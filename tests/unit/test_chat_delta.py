@@ -220,7 +220,7 @@ def test_a_role_whose_delta_depends_on_earlier_turns_is_lost() -> None:
     family = FAMILIES["smollm2"]
     late = "m.role ~ ('!' if m.role == 'user' and 'tool' in messages | map(attribute='role') else '') ~"
     assert make(family, tokenizer(family, family.template.replace("m.role ~", late))).roles == {"tool"}
-    first = "{% if messages | length < 2 %}First: {% endif %}{% if add_generation_prompt %}"
+    first = "{% if add_generation_prompt %}{{ 'First: ' if messages | length < 2 }}"
     template = family.template.replace("{% if add_generation_prompt %}", first)
     assert make(family, tokenizer(family, template)).roles == {"tool"}
 

@@ -318,21 +318,19 @@ def test_a_response_does_not_begin_twice(key: str) -> None:
     assert learned({"prompt": "<think>", "response": "<think>"}, never, made) == ["<think></s>"]
 
 
-@pytest.mark.parametrize(
-    ("row", "data", "expected"),
-    [
-        ({"prompt": "Q", "response": "4"}, {}, "4<|im_end|>"),
-        ({"prompt": [QUESTION, *ANSWER]}, {"messages_key": "prompt"}, "4<|im_end|>"),
-        ({"prompt": "Q", "response": "4"}, {"chat_template": "never"}, " 4</s>"),
-    ],
-)
-def test_a_response_begins_behind_the_beginning_of_its_turn(row: Any, data: Any, expected: str) -> None:
+def test_a_response_begins_behind_the_beginning_of_its_turn() -> None:
     """Fails if the student learns a space in front of an answer, which tokenizers such as Llama 2's add to a text."""
     made = chat_templates.tokenizer(chat_templates.FAMILIES["chatml"])
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert made.decode(made("4")["input_ids"]) == " 4"
-    reader = RowReader(DataConfig(**data), made, response_ends=chat("small chatml")[1])
-    assert learned(row, reader, made) == [expected]
+    cases: list[tuple[Any, dict[str, str], str]] = [
+        ("Q", {}, "4<|im_end|>"),
+        ([QUESTION, *ANSWER], {"messages_key": "prompt"}, "4<|im_end|>"),
+        ("Q", {"chat_template": "never"}, " 4</s>"),
+    ]
+    for prompt, data, expected in cases:
+        reader = RowReader(DataConfig(**data), made, response_ends=chat("small chatml")[1])
+        assert learned({"prompt": prompt, "response": "4"}, reader, made) == [expected]
 
 
 def test_a_response_ends_as_the_template_ends_a_turn() -> None:
