@@ -413,17 +413,15 @@ def test_templates_that_differ_are_named(tmp_path: Path) -> None:
         assert bool(template_warning(DataConfig(), CHATML, elsewhere, trust_remote_code=False)) == differs
 
 
-_LONG_TEXT = st.text("abcXYZ 019\n\t.,<>|[]{}\"'\\/é\u2028\u0301漢字🙂\u200d\ufeff", min_size=8, max_size=40)
+_LONG = st.text("abcXYZ 019\n\t.,<>|[]{}\"'\\/é\u2028\u0301漢字🙂\u200d\ufeff", min_size=8, max_size=40)
 _BROKEN: list[Any] = ["", " \n", None, 3, "broken \ud800", {"text": "broken"}, [], ["broken", {"type": "image"}]]
 _CONTENT = st.one_of(
-    _LONG_TEXT,
-    _LONG_TEXT.map(lambda text: f" {text}\n"),
-    st.tuples(_LONG_TEXT, st.sampled_from(["<|im_end|>", "</s>", "[INST]", "###"])).map("".join),
-    _LONG_TEXT.map(lambda text: f"<think>{text[:4]}</think>\n\n{text}"),
-    _LONG_TEXT.map(
-        lambda text: [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:], "image": None}]
-    ),
-    st.integers(0, 39).flatmap(lambda i: st.sampled_from(_BROKEN) if i == 0 else _LONG_TEXT),
+    _LONG,
+    _LONG.map(lambda text: f" {text}\n"),
+    st.tuples(_LONG, st.sampled_from(["<|im_end|>", "</s>", "[INST]", "###"])).map("".join),
+    _LONG.map(lambda text: f"<think>{text[:4]}</think>\n\n{text}"),
+    _LONG.map(lambda text: [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:], "image": None}]),
+    st.integers(0, 39).flatmap(lambda i: st.sampled_from(_BROKEN) if i == 0 else _LONG),
 )
 _TURNS = st.lists(st.sampled_from(["assistant user", "assistant tool", "tool", "user", "user developer"]), max_size=3)
 _ROLES = st.tuples(st.sampled_from(["user", "system user"]), _TURNS).map(lambda r: " ".join([r[0], *r[1]]).split())
