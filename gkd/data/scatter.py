@@ -219,15 +219,6 @@ def _joined(tables: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *tables])
 
 
-# Even out the work of data-parallel groups (or ranks) by moving sequences between them.
-#
-# A training step takes as long as its heaviest group. The prompt index decides which group a sequence is generated
-# and scored for; once all lengths are known, a few sequences move from heavy groups to light ones. The loss is a
-# token mean over the global batch, so it does not depend on which group computes which part of it.
-#
-# The weight of a sequence is its work: its tokens, prompt and response, and the quadratic cost of attention.
-
-
 def work(n_tokens: np.ndarray, attention_length: float) -> np.ndarray:
     """Return the work of sequences in tokens of a linear layer: n + n^2 / attention_length, rounded, [n] int64.
 
@@ -253,6 +244,9 @@ TOLERANCE = 0.01
 
 def even_groups(samples: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Move sequences until no group has more than 1 + TOLERANCE times the mean, or no move or exchange helps.
+
+    A training step takes as long as its heaviest group. The loss is a token mean over the global batch, so it does not
+    depend on which group computes which part of it.
 
     The result does not depend on the order of the sequences in a group. What two groups have above and below the mean
     moves in few, long sequences at once; single moves and exchanges follow. A group that has a sequence keeps at least
