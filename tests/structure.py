@@ -39,7 +39,7 @@ ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
     "lines": 58_810,
-    "files": 335,
+    "files": 336,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
     "config_keys": 160,
     "lines of tests": 69_975,

@@ -8,8 +8,8 @@ from typing import Any
 from gkd.config.check_values import Mistakes
 from gkd.config.schema import Config
 from gkd.data.prompts import RowReader, load_prompts
-from gkd.data.render import Tools
 from gkd.data.row_files import read_rows
+from gkd.data.template import Tools
 from gkd.log import get_logger
 from gkd.preflight.images import image_reader
 from gkd.preflight.settings import check_shares

@@ -11,7 +11,7 @@ from gkd.config.declare import search_path
 from gkd.config.schema import Config
 from gkd.config.schema_sections import COMPARING
 from gkd.data.chat_delta import ChatDelta
-from gkd.data.render import Tools
+from gkd.data.template import Tools
 from gkd.environment import worker as environment_worker
 from gkd.environment.calls import written_calls
 from gkd.environment.pool import Environments
