@@ -15,6 +15,7 @@ from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ConfigError, GkdError
 from gkd.log import get_logger
 from gkd.spans import driver
+from teacher_server.config.load import limit_problem
 from teacher_server.vision.images import ImageError
 
 log = get_logger("check")
@@ -102,16 +103,8 @@ def check_value(name: str, value: object) -> None:
 
 def value_error(name: str, value: object) -> ConfigError | None:
     """Return the error of a value outside the declared limits of its key."""
-    key = all_keys()[name].key
-    if key.required and not value:
-        return ConfigError(name, value, "is empty.", key.required)
-    if key.is_valid(value):
-        return None
-    if key.choices:
-        return ConfigError(name, value, "is not one of the choices.", f"use one of: {key.allowed()}.")
-    allowed = key.allowed()
-    fix = f"use a number from {allowed}." if " to " in allowed else f"use a finite number {allowed}".rstrip() + "."
-    return ConfigError(name, value, "is out of range.", fix)
+    problem = limit_problem(all_keys()[name], value)
+    return ConfigError(*problem) if problem else None
 
 
 def value_errors(config: Sections) -> Iterator[ConfigError]:
