@@ -1,18 +1,11 @@
-"""Declare a key of the trainer's config: default, limits, and whether a resumed run may change it.
-
-A value may name a function of the user by its import path, `package.module:function`; this file imports such functions.
-"""
+"""Declare a key of the trainer's config: default, limits, and whether a resumed run may change it."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.user_code import blame
 from teacher_server.config.declare import Setting, declare
 from teacher_server.config.declare import is_path as is_path  # the server's engines have import paths, too
 
@@ -58,20 +51,3 @@ def auto_is(value: Any) -> Callable[[Any], Any]:
 def function_name(path: str) -> str:
     """Return the name of a function without its module."""
     return path.rpartition(":")[2]
-
-
-def search_path() -> tuple[str, ...]:
-    """Return the folders in which this process finds modules, with its working folder."""
-    return (os.getcwd(), *(folder for folder in sys.path if folder))
-
-
-def import_function(path: str) -> Callable[..., Any]:
-    """Return the function of a path. Raises ImportError: its module cannot be imported, or has no such function."""
-    module, _, name = path.partition(":")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may raise any error
-        raise ImportError(f"{path}: cannot be imported ({type(error).__name__}: {error}{blame(error)})") from error
-    if not callable(function):
-        raise ImportError(f"{path}: is a {type(function).__name__}, not a function")
-    return function

@@ -63,17 +63,11 @@ def read_config(
     errors += [ConfigError(*problem) for problem in problems]
     if config is None:
         return None, errors
-    files = {name for name, each in all_keys().items() if each.setting.is_file}
-    routes = dict(config.teacher.routes)
-    for name, route in routes.items():
-        paths_of_route = {
-            key: _expanded(f"teacher.routes.{name}.{key}", value, errors)
-            for key, value in vars(route).items()
-            if value and f"teacher.{key}" in files
-        }
-        routes[name] = dataclasses.replace(route, **paths_of_route)
-    expanded = {name: _expanded(name, config.value(name), errors) for name in files}
-    return config.with_values({**expanded, "teacher.routes": routes}), errors
+    values = {name: config.value(name) for name, key in all_keys().items() if key.setting.is_file}
+    expanded = {name: _expanded(name, value, errors) for name, value in values.items()}
+    for name, route in config.teacher.routes.items():
+        route.keys = _expanded(f"teacher.routes.{name}.keys", route.keys, errors)
+    return config.with_values(expanded), errors
 
 
 def _read_file(path: str | Path) -> Tree:
@@ -106,6 +100,8 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
 
 def _expanded(key: str, value: Any, errors: list[ConfigError]) -> Any:
     """Return paths with the user's home in place of ~, and variables; add an error for one that is not set."""
+    if value is None:
+        return None
     if isinstance(value, list):
         return [_expanded(key, each, errors) for each in value]
     path = os.path.expandvars(os.path.expanduser(value))

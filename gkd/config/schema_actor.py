@@ -57,7 +57,7 @@ AUTO = "auto"
 class OptimConfig:
     lr: float = key(1e-6, gt=0)
     """Peak learning rate of AdamW."""
-    betas: list[float] = key([0.9, 0.95], limits="two, each >= 0 and < 1")
+    betas: list[float] = key([0.9, 0.95], ge=0, lt=1, limits="two numbers")
     """Adam's beta1 and beta2."""
     eps: float = key(1e-8, gt=0)
     """Added to Adam's denominator."""

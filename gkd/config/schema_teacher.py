@@ -76,16 +76,16 @@ def _with_url_lists(routes: Any) -> Any:
 class RouteConfig:
     """Entry of `teacher.routes`; what it leaves out is inherited from `teacher`."""
 
-    backend: str | None = None
-    name: str | None = None
+    backend: str | None = key(None, choices=(ZMQ, HTTP))
+    name: str | None = key(None, longest=MAX_NAME_LENGTH)
     server_ip: str | None = None
-    server_port: int | None = None
+    server_port: int | None = key(None, ge=1, le=65535)
     keys: str | None = None
     url: list[str] | None = None
-    dialect: str | None = None
+    dialect: str | None = key(None, choices=DIALECTS)
     api_key_env: str | None = None
-    temperature: float | None = None
-    weight: float = 1.0
+    temperature: float | None = key(None, ge=1e-4, le=1e4)
+    weight: float = key(1.0, gt=0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class TeacherConfig:
     """Host name or IPv4 address of the teacher server."""
     server_port: int = key(15555, ge=1, le=65535, resume=True)
     """Port of the teacher server."""
-    name: str = key("", limits=f"at most {MAX_NAME_LENGTH} characters", resume=True)
+    name: str = key("", longest=MAX_NAME_LENGTH, resume=True)
     """Name of the teacher on a server with several; empty = the only one. http: an id of its /v1/models."""
     keys: str = file_key("", resume=True)
     """Folder with server.key and client.key_secret, made by `gkd teacher keygen`; empty = no encryption."""
@@ -174,10 +174,10 @@ class TeacherConfig:
 class LossTermConfig:
     """Entry of `distill.losses`; `beta` and `alpha` default to those of `distill`."""
 
-    name: str = ""
-    weight: float = 1.0
-    beta: float | None = None
-    alpha: float | None = None
+    name: str = key("", choices=LOSS_NAMES, paths=True)
+    weight: float = key(1.0, gt=0)
+    beta: float | None = key(None, gt=0, lt=1)
+    alpha: float | None = key(None, ge=0, lt=1)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class DistillConfig:
     advantage: str = key("group", choices=("group", "batch", "none"))
     """Advantage of a response with reward R: (R - mean) / (std + 1e-6) over the rollout.n responses of its prompt
     (group) or over the global batch (batch), or R itself (none)."""
-    reward_clip: list[float] = key([0.2, 0.2], limits="two numbers > 0, the first < 1")
+    reward_clip: list[float] = key([0.2, 0.2], gt=0, limits="two numbers, the first < 1")
     """Limits of the ratio probability now / probability at rollout in the loss of the rewards: from 1 - the first
     number to 1 + the second."""
     token_weight: str = key("none", choices=TOKEN_WEIGHTS)

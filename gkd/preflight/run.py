@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from gkd.actor.common.optim_spec import OptimSpec
-from gkd.config.check import check_config, usable
-from gkd.config.check_values import Mistakes
+from gkd.config.check import check_config
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
+from gkd.config.schema_sections import STREAM
 from gkd.config.schema_teacher import ROLLOUT
-from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.data.render import Tools
 from gkd.data.row_files import describe_files, read_rows
@@ -31,6 +30,7 @@ from gkd.memory.footprint.estimate import scores_gib
 from gkd.preflight.images import check_image_processors, image_reader
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
+from gkd.preflight.mistakes import Mistakes, usable
 from gkd.preflight.replay import check_replay
 from gkd.preflight.student import check_student, check_tokenizer_fits, chosen
 from gkd.preflight.teacher import (

@@ -13,9 +13,8 @@ from functools import partial
 from teacher_server.cli.admin_link import AdminLink
 from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
 from teacher_server.config.command import command_parser
-from teacher_server.config.options import add_flags, flag_of, given_flags, settings_from
 from teacher_server.config.schema import HTTP_OPTIONS, HttpSettings
-from teacher_server.config.settings import ipv4, server_endpoint
+from teacher_server.config.settings import add_flags, flag_of, given_flags, ipv4, server_endpoint, settings_from
 from teacher_server.errors import ServerError, SettingsError
 from teacher_server.http.app import run
 from teacher_server.http.link import BrokerLink

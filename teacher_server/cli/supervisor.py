@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teacher_server.broker.broker import Broker
-from teacher_server.config.options import flag_of
 from teacher_server.config.schema import TEACHER_OPTIONS
+from teacher_server.config.settings import flag_of
 from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import WorkerPlan
 

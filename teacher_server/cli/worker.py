@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING
 
 from teacher_server.config.command import command_parser
 from teacher_server.config.declare import is_path
-from teacher_server.config.options import add_flags, flag_of, given_flags, settings_from
 from teacher_server.config.schema import SERVER_OPTIONS, TEACHER_OPTIONS, GivenSettings
-from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
+from teacher_server.config.settings import (
+    ONLY_TEACHER,
+    add_flags,
+    check_name,
+    flag_of,
+    given_flags,
+    settings_from,
+    tcp_endpoint,
+)
 from teacher_server.engines.base import image_processor, prefix_block
 from teacher_server.errors import ServerError, SettingsError
 from teacher_server.log import log_to_stderr

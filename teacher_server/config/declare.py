@@ -34,6 +34,7 @@ class Setting:
     """Describe one setting. A number must satisfy every bound that is given; NaN satisfies none.
 
     Args:
+        longest: the most characters of a text; 0 = no limit.
         paths: whether the import path of a user's function is valid in addition to the choices.
         read: returns the value for a form that is short for it, and others as they are, e.g. one URL for a list.
         required: how to set a key that has no usable default; empty means the default is valid.
@@ -45,15 +46,26 @@ class Setting:
     lt: float | None = None
     le: float | None = None
     choices: tuple[str, ...] = ()
+    longest: int = 0
     paths: bool = False
     read: Callable[[Any], Any] | None = None
     required: str = ""
     example: str = ""
 
     def is_valid(self, value: object) -> bool:
-        """Return whether the value is one of the choices; a number has to be finite and inside the bounds."""
+        """Return whether a value, or each of a list or mapping, is one of the choices, or a number inside the bounds.
+
+        Entries of a list with choices have to be distinct. The choices of a mapping are its names.
+        """
+        if isinstance(value, list):
+            return all(map(self.is_valid, value)) and (not self.choices or len(set(value)) == len(value))
+        if isinstance(value, dict):
+            number = dataclasses.replace(self, choices=())
+            return set(value) <= set(self.choices or value) and all(map(number.is_valid, value.values()))
         if self.choices and value not in self.choices:
             return self.paths and is_path(str(value))
+        if isinstance(value, str) and self.longest:
+            return len(value) <= self.longest
         return not isinstance(value, int | float) or (
             math.isfinite(value)
             and (self.gt is None or value > self.gt)
@@ -68,6 +80,8 @@ class Setting:
             return ", ".join(self.choices) + ", or package.module:function" * self.paths
         if self.ge is not None and self.le is not None:
             return f"{_plain(self.ge)} to {_plain(self.le)}"
+        if self.longest:
+            return f"at most {self.longest} characters"
         bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
         return " and ".join(f"{sign} {_plain(bound)}" for sign, bound in bounds if bound is not None)
 

@@ -21,7 +21,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from teacher_server.config.declare import Declared, Setting
+from teacher_server.config.declare import Declared, Setting, keys_of
 
 T = TypeVar("T")
 Keys = Mapping[str, Declared[Any]]
@@ -33,6 +33,7 @@ _EXAMPLES = {
     "float": "a number, e.g. 0.5",
     "bool": "true or false",
     "str": "a text",
+    "Path": "a path",
     "list[str]": "a list, e.g. [a, b]",
     "list[int]": "a list of integers, e.g. [0, 1]",
     "list[float]": "a list of numbers, e.g. [0.9, 0.95]",
@@ -276,17 +277,21 @@ def _set(config: Any, key: Declared[Any], value: Any) -> list[Problem]:
     return []
 
 
-def limit_problem(key: Declared[Any], value: object) -> Problem | None:
-    """Return what is wrong with a value outside of the declared limits of its key."""
-    if key.setting.required and not value:
-        return Problem(key.name, value, "is empty.", key.setting.required)
-    if key.setting.is_valid(value) or (value is None and key.default is None):
-        return None
-    allowed = key.setting.allowed()
-    if key.setting.choices:
-        return Problem(key.name, value, "is not one of the choices.", f"use one of: {allowed}.")
-    fix = f"use a number from {allowed}." if " to " in allowed else f"use a finite number {allowed}".rstrip() + "."
-    return Problem(key.name, value, "is out of range.", fix)
+def limit_problems(keys: Keys, value_of: Callable[[str], Any]) -> Iterator[Problem]:
+    """Yield what is outside of the declared limits of keys, and of the keys of their entries."""
+    for name, key in keys.items():
+        value, allowed = value_of(name), key.setting.allowed()
+        if key.setting.required and not value:
+            yield Problem(name, value, "is empty.", key.setting.required)
+        elif key.setting.is_valid(value) or (value is None and key.default is None):
+            for where, entry in entries(name, value).items():
+                if _is_section(entry):
+                    for problem in limit_problems(keys_of(type(entry), Setting), functools.partial(getattr, entry)):
+                        yield problem._replace(key=f"{where}.{problem.key}")
+        elif key.setting.choices:
+            yield Problem(name, value, "is not one of the choices.", f"use one of: {allowed}.")
+        else:
+            yield Problem(name, value, "is out of range.", f"use {allowed or 'a finite number'}.")
 
 
 def _wrong_type(key: Declared[Any], value: object) -> list[Problem]:
@@ -295,7 +300,7 @@ def _wrong_type(key: Declared[Any], value: object) -> list[Problem]:
         return [Problem(key.name, "", "is empty.", key.setting.required or f"give {expected}, or leave the key out.")]
     if problems := _wrong_entries(key, value):
         return problems
-    if key.type.startswith("list") and isinstance(value, str | int | float):
+    if key.type.startswith("list") and key.setting.read is None and isinstance(value, str | int | float):
         return [Problem(key.name, value, "is not a list.", f"write [{value}].")]
     return [Problem(key.name, value, "has the wrong type.", f"give {expected}.")]
 
@@ -305,16 +310,18 @@ def _expected(setting: Setting, type_name: str) -> str:
     return f"{expected} ({allowed})" if (allowed := setting.allowed()) else expected
 
 
+def entries(key: str, value: object) -> dict[str, Any]:
+    """Return the entries of a list or mapping by their places, like `distill.losses[0]`; none for another value."""
+    if isinstance(value, list):
+        return {f"{key}[{i}]": entry for i, entry in enumerate(value)}
+    return {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
+
+
 def _wrong_entries(key: Declared[Any], value: object) -> list[Problem]:
     """Return what is wrong in the entries of a key whose entries are dataclasses; empty for another key."""
     entry_type = _item_type(_hints(key.owner)[key.name.rpartition(".")[2]], "")
     problems: list[Problem] = []
-    entries: dict[str, Any] = {}
-    if _is_section(entry_type) and isinstance(value, list):
-        entries = {f"{key.name}[{i}]": entry for i, entry in enumerate(value)}
-    elif _is_section(entry_type) and isinstance(value, dict):
-        entries = {f"{key.name}.{name}": entry for name, entry in value.items()}
-    for where, entry in entries.items():
+    for where, entry in entries(key.name, value).items() if _is_section(entry_type) else ():
         for name, item in entry.items() if isinstance(entry, dict) else ():
             if name not in _hints(entry_type):
                 fix = nearest(name, _hints(entry_type))

@@ -1,11 +1,47 @@
-"""Declare all settings of the teacher server. Each field with a help text is a flag and a YAML key, see `options`."""
+"""Declare all settings of the teacher server. Each field with a help text is a flag and a YAML key.
+
+The flag `--max-queue-mib` is `max_queue_mib` in the file. `settings.py` reads and checks both.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from teacher_server.config.options import gpu_list, option, options_of
+from teacher_server.config.declare import Declared, Setting, declare, keys_of
+
+_GPU = re.compile(r"0|[1-9]\d*|[A-Za-z][\w/:-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSetting(Setting):
+    """Describe one setting of the server."""
+
+    metavar: str = "N"
+    in_file_only: bool = False
+
+
+Option: TypeAlias = Declared[ServerSetting]
+
+
+def option(default: Any, **details: Any) -> Any:
+    """Return a dataclass field; `details` are the arguments of `ServerSetting`."""
+    return declare(default, ServerSetting(**details))
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """Return the declared settings of a dataclass, in their order."""
+    return tuple(keys_of(cls, ServerSetting).values())
+
+
+def gpu_list(value: Any) -> Any:
+    """Return the GPUs of a text like 4,5,6,7, and a list as it is. Raises ValueError: an entry names no GPU."""
+    gpus = [gpu.strip() for gpu in str(value).split(",")] if isinstance(value, str | int) else value
+    if isinstance(gpus, list) and not (gpus and all(_GPU.fullmatch(str(gpu)) for gpu in gpus)):
+        raise ValueError(value)
+    return gpus
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,21 +11,36 @@ import argparse
 import ipaddress
 import re
 import socket
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from teacher_server.config.load import Tree, Unreadable, read_file
-from teacher_server.config.options import flag_of, given_flags, settings_error, settings_from
+from teacher_server.config.declare import keys_of
+from teacher_server.config.load import (
+    Problem,
+    Tree,
+    Unreadable,
+    limit_problems,
+    merge,
+    nearest,
+    read_file,
+    read_word,
+)
 from teacher_server.config.schema import (
     N_WORKERS,
     SERVER_OPTIONS,
     TEACHER_OPTIONS,
     GivenSettings,
+    Option,
+    ServerSetting,
     ServerSettings,
     TeacherSettings,
+    options_of,
 )
 from teacher_server.errors import SettingsError
 
+T = TypeVar("T")
 ONLY_TEACHER = "default"  # its name where --model or `model:` gives no other
 _OWN_KEYS = [option.name for option in (*TEACHER_OPTIONS, N_WORKERS)]
 _EXAMPLE = "{math: {model: PATH}}"
@@ -46,7 +61,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
     for name, model in models.items():
         in_file = own.get(name, {})
         trees = [_of_teacher(common), in_file, _of_teacher(flags)]
-        teacher = settings_from(TeacherSettings, trees, f"{args.config}: teachers.{name}.{{}}".format)
+        teacher = settings_from(TeacherSettings, trees, f"{args.config}: teachers.{name}.".__add__)
         # The common `gpus` are distributed over the teachers; only the file can give a teacher its own.
         gpus = teacher.gpus if "gpus" in in_file and "gpus" not in flags else None
         teachers.append(replace(teacher, name=name, model=model, gpus=gpus))
@@ -145,6 +160,73 @@ def _check(settings: ServerSettings) -> None:
     ports = [port for port in (settings.port, settings.worker_port, settings.metrics_port) if port]
     if len(set(ports)) < len(ports):
         raise SettingsError("--port, --worker-port and --metrics-port are not different. Fix: change one, or use 0.")
+
+
+def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], title: str) -> None:
+    """Add a flag for each option. Flags that are not on the command line are not in the namespace."""
+    group = parser.add_argument_group(title)
+    for each in options:
+        setting = each.setting
+        if setting.in_file_only:
+            continue
+        if each.type == "bool":
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag_of(each.name), action=action, default=argparse.SUPPRESS, help=each.help)
+            continue
+        choices = [*setting.choices, *["MODULE:FUNCTION"] * setting.paths]
+        metavar = "{" + ",".join(choices) + "}" if choices else setting.metavar
+        text = each.help if each.default is None else f"{each.help} (default: {each.default})"
+        # Values stay text here and are converted later, so that a flag and a YAML key give the same error.
+        group.add_argument(flag_of(each.name), dest=each.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def flag_of(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def given_flags(args: argparse.Namespace, cls: type) -> Tree:
+    """Return {key: value} of the flags on the command line. Raises SettingsError."""
+    tree: Tree = {}
+    for each in options_of(cls):
+        value = vars(args).get(each.name)
+        if isinstance(value, str) and each.type.startswith(("int", "float")):
+            try:
+                tree |= read_word(f"{each.name}={value}", cls)
+            except Unreadable as error:
+                raise settings_error(flag_of(each.name), error.problem) from error
+        elif value is not None:
+            tree[each.name] = value
+    return tree
+
+
+def settings_from(cls: type[T], trees: Iterable[Tree], where: Callable[[str], str]) -> T:
+    """Return the settings of trees, of which later ones win.
+
+    Args:
+        where: returns the place of a key in an error.
+
+    Raises:
+        SettingsError: an unknown key, or an invalid value. A value that is empty, as of a variable that is not set, is
+            no default: a server would run without its keys.
+    """
+    keys, trees = keys_of(cls, ServerSetting), list(trees)
+
+    def unknown(values: Mapping[str, Any]) -> list[Problem]:
+        return [Problem(key, values[key], "there is no such key.", nearest(key, keys)) for key in values]
+
+    settings, problems = merge(cls, keys, trees, unknown)
+    fix = "write a value, or leave it out."
+    problems += [Problem(key, "", "is empty.", fix) for tree in trees for key, value in tree.items() if value == ""]
+    if settings is not None:
+        problems += limit_problems(keys, partial(getattr, settings))
+    for problem in problems:
+        raise settings_error(where(problem.key), problem)
+    assert settings is not None
+    return settings
+
+
+def settings_error(where: str, problem: Problem) -> SettingsError:
+    return SettingsError(f"{where}: {problem.value!r}: {problem.problem} Fix: {problem.fix}")
 
 
 def ipv4(flag: str, host: str) -> str:

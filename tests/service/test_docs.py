@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from teacher_server.broker.metrics import BrokerMetrics
-from teacher_server.config.options import flag_of
 from teacher_server.config.schema import HTTP_OPTIONS, N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
+from teacher_server.config.settings import flag_of
 from teacher_server.wire.protocol import ClientMessage
 from teacher_server.worker.gpus import FoundGpus, plan_workers
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model

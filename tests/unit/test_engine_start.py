@@ -20,8 +20,8 @@ from gkd.cluster.stacks import rank_env
 from gkd.config.load import load_config
 from gkd.rollout.vllm.start import engine_folder, link_shared_memory, remove_files, start_vllm
 from teacher_server.cli import worker
-from teacher_server.config.options import flag_of, given_flags, settings_from
 from teacher_server.config.schema import GivenSettings
+from teacher_server.config.settings import flag_of, given_flags, settings_from
 from teacher_server.engines import load
 from teacher_server.engines import vllm as teacher_vllm
 

@@ -114,6 +114,7 @@ def test_an_invalid_file_is_refused_by_key(tmp_path: Path, text: str, words: tup
         (("--tensor-parallel-size", "2", "--engine", "hf"), ("--tensor-parallel-size 2", "vllm")),
         (("--host", "0.0.0.0"), ("--host 0.0.0.0", "--keys", "--insecure")),
         (("--host", "no.such.host.invalid"), ("--host no.such.host.invalid",)),
+        (("--keys", ""), ("--keys", "empty")),
         (("--keys", "k", "--insecure"), ("--insecure", "--keys")),
         (("--port", "5", "--metrics-port", "5"), ("--worker-port", "--metrics-port")),
         (("--teacher", "a=/a"), ("--teacher a=/a",)),

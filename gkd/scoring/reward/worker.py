@@ -20,14 +20,13 @@ from typing import Any
 
 import msgspec
 
-from gkd.config.declare import import_function
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct
 from gkd.data.conversation import reference_text
 from gkd.data.row_files import decode_row
 from gkd.errors import GkdError, RewardError
-from gkd.user_code import Progress, blame, end_with_parent, finite_number, own_traceback
+from gkd.user_code import Progress, blame, end_with_parent, finite_number, import_function, own_traceback
 
 # The functions that judge responses: this package's, and a user's own by its path.
 
