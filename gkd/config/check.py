@@ -304,9 +304,9 @@ def check_mixture(config: Config) -> None:
     each_step = exact * n_prompts if only_student else (1 - exact) * n_prompts if only_dataset else 1
     if each_step < 1:
         kind = "student" if only_student else "dataset"
-        problem = f"the losses learn from {kind} responses only, and of trainer.global_batch_size {n_prompts} prompts "
+        problem = f"less than one prompt of trainer.global_batch_size={n_prompts} has a response of the {kind}."
         fix = "change the share, use larger batches, or add a divergence to the losses."
-        raise config.error("distill.on_policy_share", f"{problem}less than one has any.", fix)
+        raise config.error("distill.on_policy_share", problem, fix)
 
 
 _CHECKS = (
