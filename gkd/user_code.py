@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import math
 import os
 import select
@@ -15,10 +16,11 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
 EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
@@ -201,3 +203,20 @@ def shown(value: object, limit: int = 200) -> str:
 def encodable(text: str) -> str:
     """Return a text without characters that UTF-8 does not have."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def search_path() -> tuple[str, ...]:
+    """Return the folders in which this process finds modules, with its working folder."""
+    return (os.getcwd(), *(folder for folder in sys.path if folder))
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """Return the function of a path. Raises ImportError: its module cannot be imported, or has no such function."""
+    module, _, name = path.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise any error
+        raise ImportError(f"{path}: cannot be imported ({type(error).__name__}: {error}{blame(error)})") from error
+    if not callable(function):
+        raise ImportError(f"{path}: is a {type(function).__name__}, not a function")
+    return function

@@ -18,9 +18,8 @@ import inspect
 import json
 from typing import Any
 
-from gkd.config.declare import import_function
 from gkd.errors import EnvironmentError
-from gkd.user_code import finite_number, shown
+from gkd.user_code import finite_number, import_function, shown
 
 ROLES = ("tool", "user")
 MAX_BYTES = 2**20  # longest text of a reply, in UTF-8

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gkd.config.check import usable
-from gkd.config.check_values import Mistakes
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import NONE, ROLLOUT
@@ -26,6 +24,7 @@ from gkd.memory.footprint.estimate import scores_gib
 from gkd.preflight.images import check_image_processors
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
+from gkd.preflight.mistakes import Mistakes, usable
 from gkd.preflight.prompts import read_prompts
 from gkd.preflight.replay import check_replay
 from gkd.preflight.settings import (

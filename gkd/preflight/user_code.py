@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from gkd.config.declare import search_path
 from gkd.config.schema import Config
 from gkd.config.schema_sections import COMPARING
 from gkd.data.chat_delta import ChatDelta
@@ -20,6 +19,7 @@ from gkd.log import get_logger
 from gkd.scoring.reward import worker as reward_worker
 from gkd.scoring.reward.judging import RewardWorkers
 from gkd.types import Prompt
+from gkd.user_code import search_path
 
 log = get_logger("environment")
 

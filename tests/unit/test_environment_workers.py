@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 import gkd.errors
-from gkd.config.declare import search_path
 from gkd.data.chat_delta import ChatDelta
 from gkd.data.row_files import encode_row
 from gkd.environment.form import MAX_BYTES
@@ -29,6 +28,7 @@ from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.sampling import Request
 from gkd.rollout.vllm.turns import Turns
 from gkd.types import Prompt, Rollout
+from gkd.user_code import search_path
 from tests.processes import FOREVER, is_alive, wait_until
 from tests.structure import ROOT
 from tests.unit.environment_classes import NUMBERS, SEARCH

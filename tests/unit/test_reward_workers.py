@@ -26,7 +26,6 @@ import pytest
 from math_verify.errors import TimeoutException
 
 from examples.quickstart.addition import build_tokenizer
-from gkd.config.declare import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import RowReader, load_prompts
@@ -36,6 +35,7 @@ from gkd.preflight.user_code import check_answers, check_functions
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging, RewardWorkers
 from gkd.scoring.reward.worker import Case, Judge, Start, Undecided, judge_of, judged
 from gkd.types import Prompt, Rollout
+from gkd.user_code import search_path
 from tests.refusals import refuses
 from tests.structure import ROOT
 

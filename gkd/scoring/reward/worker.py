@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from gkd.config.declare import import_function
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct
@@ -25,7 +24,7 @@ from gkd.data.conversation import reference_text
 from gkd.data.row_files import decode_row
 from gkd.errors import RewardError
 from gkd.hosts import Parent, Ready
-from gkd.user_code import blame, encodable, finite_number, shown, traceback_of_user
+from gkd.user_code import blame, encodable, finite_number, import_function, shown, traceback_of_user
 
 # Parameters of functions of other frameworks, which get other arguments, or a whole batch.
 _OTHER_FORMS = {"solution_str": "verl", "ground_truth": "verl", "prompts": "TRL", "completions": "TRL"}
