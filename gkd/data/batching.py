@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,9 @@ from gkd.data.collate import MicroBatches
 from gkd.data.score_checks import rows_of, validate_lists, validate_scores
 from gkd.errors import DataError
 from gkd.text.pair import TokenizerPair
-from gkd.types import Rollout, TeacherScores, TeacherTopK, TokenRecord
+from gkd.types import Rollout, TeacherScores, TokenRecord
 from teacher_server.wire.protocol import Signal
-
-Tables = TypeVar("Tables", TeacherScores, TeacherTopK)
+from teacher_server.wire.table import TopKTable
 
 
 def check_batch(
@@ -122,14 +121,14 @@ def _cut(rollout: Rollout, n: int) -> Rollout:
     )
 
 
-def _rest(tables: Tables, n: int) -> Tables:
+def _rest(scores: TeacherScores, n: int) -> TeacherScores:
     """Return the tables without their first rows."""
     rest: dict[str, Any] = {}
-    for item in fields(tables):
-        table = getattr(tables, item.name)
+    for item in fields(scores):
+        table = getattr(scores, item.name)
         if table is not None:
-            rest[item.name] = _rest(table, n) if isinstance(table, TeacherTopK) else table[n:]
-    return replace(tables, **rest)
+            rest[item.name] = table.rows(slice(n, None)) if isinstance(table, TopKTable) else table[n:]
+    return replace(scores, **rest)
 
 
 def make_micro_batches(

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from teacher_server.wire.table import TopKTable
 from tests.bench.command import parsed, parser
 from tests.bench.teacher_report import machine
 from tests.results import as_rows, write_results
@@ -135,7 +136,7 @@ def pixels() -> dict[str, Any]:
     import torch
 
     from gkd.data.collate import MicroBatches
-    from gkd.types import Rollout, TeacherScores, TeacherTopK
+    from gkd.types import Rollout, TeacherScores
     from teacher_server.vision.images import EncodedImage
     from tests.dist.helpers import group_of_one
     from tests.dist.student_cases import build_student
@@ -165,7 +166,7 @@ def pixels() -> dict[str, Any]:
                     own = (image,) if name == "images" else ()
                     common: dict[str, Any] = {"version_spans": (), "on_policy": False, "finish_reason": "length"}
                     rollouts.append(Rollout(i, i, ids, response, np.zeros(32, np.float32), images=own, **common))
-                    scores.append(TeacherScores(TeacherTopK.without_tail(listed, table)))
+                    scores.append(TeacherScores(TopKTable.without_tail(listed, table)))
                 groups = [list(range(at, at + 2)) for at in range(0, N_IMAGES, 2)]
                 before = processor.waited_s, processor.busy_s
                 started = time.perf_counter()

@@ -60,7 +60,7 @@ def tables_of(scores: TeacherScores) -> dict[str, np.ndarray]:
     """Return all arrays by name."""
     found = {name: getattr(scores, name) for name in ("sampled_logprobs", "logits", "hidden")}
     if scores.topk is not None:
-        found |= {name: getattr(scores.topk, name) for name in ("topk_ids", "topk_logprobs", "tail_mass", "counts")}
+        found |= {name: getattr(scores.topk, name) for name in ("ids", "logprobs", "tail", "counts")}
     return {name: array for name, array in found.items() if array is not None}
 
 
@@ -204,7 +204,7 @@ def test_a_reply_with_other_rows_is_damaged() -> None:
         (scores,) = teacher.submit([rollout], ("topk",)).result(timeout=30)
         assert teacher.stats.n_damaged == 2
     assert scores.topk is not None
-    np.testing.assert_array_equal(scores.topk.topk_ids[:, 0], rollout.own_ids)
+    np.testing.assert_array_equal(scores.topk.ids[:, 0], rollout.own_ids)
 
 
 TOKENS = np.array([1, 2, 3, 4, ~5, ~6, 7, 8], np.int32)  # prompt of 3

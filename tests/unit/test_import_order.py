@@ -49,7 +49,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
 # Both programs declare their settings with the same helper, and check model folders with the same code.
-FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.", "teacher_server.vision.images.")
+FROM_SERVER = (
+    *("teacher_server.errors.", "teacher_server.wire."),
+    *("teacher_server.config.command.", "teacher_server.vision.images."),
+)
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
     "gkd/rollout/vllm/": (
@@ -63,7 +66,7 @@ FROM_SERVER_IN = {
     "gkd/actor/common/hf_folder.py": ("teacher_server.engines.hub",),
     "gkd/actor/fsdp/": ("teacher_server.engines.hf",),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
-    "gkd/scoring/teacher/gpus.py": ("teacher_server.cli.admin_link", "teacher_server.errors"),
+    "gkd/scoring/teacher/gpus.py": ("teacher_server.cli.admin_link",),
 }
 
 # Whatever turns bytes from a socket into code or into objects of any type.

@@ -10,17 +10,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
-from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, check_own, validate_topk
+from gkd.data.score_checks import check_own
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.info import TeacherInfo
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.vision.images import EncodedImage
 from teacher_server.wire.payload import (
     check_tokens,
@@ -53,6 +53,7 @@ from teacher_server.wire.protocol import (
     requests,
     token_digest,
 )
+from teacher_server.wire.table import MASS_SLACK, Rows, check_logprobs, check_topk, row_slices
 
 _INFO_RESEND_S = 1.0
 T = TypeVar("T")
@@ -298,12 +299,11 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> list[TeacherScores]:
         checked = self._check(reply)
         if checked.signal == "topk":
-            unpacked = unpack_topk(checked, frames)
-            table = TeacherTopK(unpacked.ids, unpacked.logprobs, unpacked.tail, unpacked.counts)
-            joined = TeacherScores(table, unpacked.sampled)
+            table = unpack_topk(checked, frames)
+            joined = TeacherScores(replace(table, sampled=None), table.sampled)
         else:
             joined = TeacherScores(sampled_logprobs=unpack_sampled(checked, frames))
-        parts = list(self._rows())
+        parts = row_slices(self._n_rows)
         names = [f"{name}, from worker {checked.worker!r}" for name in self.names]
         self._validate(joined, Rows(names, self._n_rows, self._own), parts)
         return [joined] if len(parts) == 1 else [_part(joined, part) for part in parts]
@@ -319,25 +319,19 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
             raise ProtocolError(f"(signal, rows, k, wire, adaptive, with_sampled) are {received}, expected {expected}")
         return reply
 
-    def _rows(self) -> Iterator[slice]:
-        """Yield the rows of each sequence."""
-        start = 0
-        for n_rows in self._n_rows:
-            yield slice(start, start := start + n_rows)
-
     def _validate(self, scores: TeacherScores, rows: Rows, parts: Sequence[slice]) -> None:
         """Check the scores of all sequences. Raises TeacherError, which names one."""
         table, given, sent = scores.topk, self._given, self._sent
         if table is not None:
-            validate_topk(table, self._n_vocab, rows)
+            check_topk(table, self._n_vocab, rows)
             if table.counts is not None:
-                short = (table.counts < sent.k) & (1 - table.tail_mass < sent.mass - MASS_SLACK)
+                short = (table.counts < sent.k) & (1 - table.tail < sent.mass - MASS_SLACK)
                 row = int(short.argmax())
-                mass = f"{table.counts[row]} of {sent.k} entries have a mass of {1 - table.tail_mass[row]:.6g}"
+                mass = f"{table.counts[row]} of {sent.k} entries have a mass of {1 - table.tail[row]:.6g}"
                 rows.refuse(short, f"{mass}, below the target of {sent.mass:g}")
-            if given is not None and listed_problem(given, table.topk_ids):
+            if given is not None and listed_problem(given, table.ids):
                 for name, part in zip(rows.names, parts, strict=True):  # which sequence is it?
-                    if problem := listed_problem(given[part], table.topk_ids[part]):
+                    if problem := listed_problem(given[part], table.ids[part]):
                         raise TeacherError(f"{name}: {problem}")
         if scores.sampled_logprobs is not None:
             check_logprobs(rows, scores.sampled_logprobs)
@@ -345,12 +339,9 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
 
 def _part(scores: TeacherScores, rows: slice) -> TeacherScores:
     """Return some rows of the tables, as views."""
-    table, sampled = scores.topk, scores.sampled_logprobs
-    part = None
-    if table is not None:
-        counts = None if table.counts is None else table.counts[rows]
-        part = TeacherTopK(table.topk_ids[rows], table.topk_logprobs[rows], table.tail_mass[rows], counts)
-    return TeacherScores(part, None if sampled is None else sampled[rows])
+    table = None if scores.topk is None else scores.topk.rows(rows)
+    sampled = None if scores.sampled_logprobs is None else scores.sampled_logprobs[rows]
+    return TeacherScores(table, sampled)
 
 
 # Requests whose result is a matrix, received in row blocks, in order and without gaps.
