@@ -398,6 +398,25 @@ class TeacherHealth:
         """Return "teacher", with several of them and the route."""
         return f"teacher {self.route}".rstrip()
 
+    @staticmethod
+    def merged(healths: Sequence[TeacherHealth]) -> TeacherHealth | None:
+        """Return the health by all of these clients: the longest silence and its route, the sum of their requests."""
+        if not healths:
+            return None
+        silent = max(healths, key=lambda health: health.silent_s)
+        newest: dict[str, TeacherHealth] = {}
+        for health in healths:
+            known = newest.get(health.route, health)
+            newest[health.route] = min(known, health, key=lambda each: each.silent_s)
+        return TeacherHealth(
+            silent.silent_s,
+            silent.budget_s,
+            sum(health.n_in_flight for health in healths),
+            sum(health.n_workers for health in newest.values()),
+            sum(health.n_queued for health in newest.values()),
+            silent.route if len(newest) == 1 or silent.silent_s else "",
+        )
+
 
 # Training and evaluation
 

@@ -24,7 +24,7 @@ TOP = ("gkd", "teacher_server")
 _ORDER = """
 teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.vision
 teacher_server.engines
-teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
+teacher_server.client teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
 teacher_server.__main__
 gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.config gkd.roles gkd.run
  gkd.console gkd.metrics gkd.data gkd.environment gkd.pipeline gkd.trainer

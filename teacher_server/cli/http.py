@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from teacher_server.cli.admin_link import AdminLink
 from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
+from teacher_server.client.admin import AdminLink
 from teacher_server.config.command import command_parser
 from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import HTTP_OPTIONS, HttpSettings

@@ -34,9 +34,7 @@ class TopKTable:
     logprobs: np.ndarray  # [M, K] float32, nats, descending
     tail: np.ndarray  # [M] float32, probability of every id that is not listed
     counts: np.ndarray | None = None  # [M] int32, listed ids of each row, 1..K; None without a mass target: all K
-    sampled: np.ndarray | None = (
-        None  # [M] float32, nats, of the next token; None: not requested, or kept apart
-    )
+    sampled: np.ndarray | None = None  # [M] float32, nats, of the next token; None: not requested, or kept apart
 
     @classmethod
     def without_tail(cls, ids: np.ndarray, logprobs: np.ndarray) -> TopKTable:

@@ -64,8 +64,9 @@ def runs() -> list[dict[str, Any]]:
 
 def wire() -> dict[str, Any]:
     """Return the bytes of a request with and without an image, and of the image and its pixels."""
-    from gkd.scoring.teacher.requests import RequestSettings
+    from gkd.scoring.teacher.client import sequence_of
     from gkd.types import Rollout
+    from teacher_server.client.requests import RequestSettings
     from teacher_server.vision.images import EncodedImage
     from teacher_server.wire.protocol import requests
 
@@ -76,7 +77,7 @@ def wire() -> dict[str, Any]:
     sizes = []
     for images in ((), (image,)):
         samples = [Rollout(0, i, ids, ids[:100], np.zeros(100, np.float32), images=images, **common) for i in range(4)]
-        message = settings.for_rollouts(samples, "topk", k=64)
+        message = settings.score([sequence_of(sample) for sample in samples], "topk", k=64)
         sizes.append(len(requests.encode(message.header)) + sum(memoryview(frame).nbytes for frame in message.frames))
     return {"request": sizes[0], "with_image": sizes[1], "image": image.n_bytes, "pixels": 3 * 4 * SIDE * SIDE}
 

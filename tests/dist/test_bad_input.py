@@ -130,8 +130,9 @@ def _every_type(rank: int) -> dict[str, tuple[str, str]]:
 
 
 def _subclasses(kind: type[GkdError]) -> list[type[GkdError]]:
-    """Return the subclasses in `gkd.errors`."""
-    direct = [k for k in kind.__subclasses__() if k.__module__ == GkdError.__module__]
+    """Return the subclasses in `gkd.errors` and `teacher_server.errors`."""
+    modules = (ConfigError.__module__, GkdError.__module__)
+    direct = [k for k in kind.__subclasses__() if k.__module__ in modules]
     return direct + [k for child in direct for k in _subclasses(child)]
 
 

@@ -35,7 +35,7 @@ import zmq
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores
-from teacher_server.cli.admin_link import AdminLink
+from teacher_server.client.admin import AdminLink
 from teacher_server.wire.protocol import MAX_FRAME_BYTES
 from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherError
-from gkd.scoring.teacher.requests import RequestMessage, RequestSettings
+from gkd.scoring.teacher.client import sequence_of
 from gkd.types import Rollout, TeacherScores
+from teacher_server.client.requests import RequestMessage, RequestSettings
 from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import (
     ErrorReply,
@@ -115,9 +116,11 @@ def test_random_masks(trivial_server: ServerProcess) -> None:
 # Wire
 
 
-def message(rollouts: list[Rollout], signal: Signal = "topk", **changes: Any) -> RequestMessage[ScoreRequest]:
+def message(rollouts: list[Rollout], signal: Signal = "topk", **changes: Any) -> RequestMessage:
     settings = RequestSettings("", K, 1.0, 0, "fp16", 10.0)
-    return settings.for_rollouts(rollouts, signal, **({"k": K if signal == "topk" else 0} | changes))
+    return settings.score(
+        [sequence_of(rollout) for rollout in rollouts], signal, **({"k": K if signal == "topk" else 0} | changes)
+    )
 
 
 def test_the_tokens_carry_the_mask(trivial_server: ServerProcess) -> None:

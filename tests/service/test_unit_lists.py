@@ -67,7 +67,7 @@ def test_the_requests_of_a_window_send_the_map_once(
     """Fails if each request that a worker refuses brings the map: megabytes for each of them."""
     packed = list[int]()
     monkeypatch.setattr(
-        "gkd.scoring.teacher.requests.pack_units", lambda units: packed.append(len(units)) or pack_units(units)
+        "teacher_server.client.requests.pack_units", lambda units: packed.append(len(units)) or pack_units(units)
     )
     units = UNITS[::-1].copy()  # no other test has sent this map
     with connect(tiny_server.port, k=K, n_vocab=N_UNITS, units=units) as teacher:
