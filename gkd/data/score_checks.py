@@ -10,19 +10,11 @@ import numpy as np
 from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
-from teacher_server.wire.table import Rows, TopKTable, check_array, check_layout, check_logprobs, check_topk
+from teacher_server.wire.table import Rows, check_array, check_layout, check_logprobs, check_topk
 
-_JOINED_ENTRIES = 1 << 18  # entries of the tables that are checked at once: bounds the memory of their copy
 _FP16_INF = 0x7C00  # bit pattern of float16 infinity; larger patterns are NaN
 _SIGN = 0x8000  # sign bit of float16
 T = TypeVar("T")
-
-
-def rows_of(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], names: Sequence[str]) -> Rows:
-    """Return the rows of the teacher's tables: the own tokens, or all tokens of a teacher with another tokenizer."""
-    theirs = [score.response_ids for score in scores]
-    n_rows = [r.n_own if ids is None else len(ids) for r, ids in zip(rollouts, theirs, strict=True)]
-    return Rows(names, n_rows, [r.own if ids is None else None for r, ids in zip(rollouts, theirs, strict=True)])
 
 
 def check_own(rollout: Rollout, where: str) -> None:
@@ -41,30 +33,6 @@ def check_top_ids(rollout: Rollout, n: int, where: str) -> None:
         raise TeacherError(f"{where}: the student's most probable ids: {shape}, expected {list(expected)}")
 
 
-def validate_lists(scores: Sequence[TeacherScores], n_vocab: int, rows: Rows) -> None:
-    """Raise TeacherError as `check_topk` if the top-k table of a sequence is missing or wrong.
-
-    Values are checked for many sequences at once, because a call costs as much as the rows of a short sequence.
-    """
-    joined: list[TopKTable] = []
-    first = n_entries = 0
-    for i, score in enumerate(scores):
-        table = _required(score.topk, "topk", rows.names[i])
-        check_layout(table, rows.part(i, i + 1))
-        if joined and (n_entries >= _JOINED_ENTRIES or _columns(table) != _columns(joined[0])):
-            check_topk(TopKTable.join(joined), n_vocab, rows.part(first, i))
-            joined, first, n_entries = [], i, 0
-        joined.append(table)
-        n_entries += table.ids.size
-    if joined:
-        check_topk(TopKTable.join(joined), n_vocab, rows.part(first))
-
-
-def _columns(table: TopKTable) -> tuple[int, bool]:
-    """Return what tables must have in common to be joined."""
-    return table.ids.shape[1], table.counts is None
-
-
 def validate_scores(
     scores: TeacherScores,
     rollout: Rollout,
@@ -74,6 +42,7 @@ def validate_scores(
     hidden_size: int | None = None,
     *,
     with_reference: bool = False,
+    with_values: bool = True,
 ) -> None:
     """Raise if the scores cannot belong to `rollout`; the last check before training, one pass over each table.
 
@@ -83,28 +52,39 @@ def validate_scores(
         where: names rank and sequence in the error, e.g. ``actor rank 3: prompt 17, sample 2``.
         hidden_size: D of the teacher; None allows any.
         with_reference: also require reference logprobs.
+        with_values: check the values of the teacher's tables, not only their shapes and dtypes.
 
     Raises:
         TeacherError: a table is missing, has a wrong shape or dtype, or fails `check_topk`; a response token's
             logprob is positive or not finite; a logit is NaN or +inf, or all logits of a row are -inf; a hidden state
             is not finite.
     """
-    rows = rows_of([rollout], [scores], [where])
-    (n_rows,) = rows.n_rows
+    theirs = scores.response_ids  # a teacher with another tokenizer has rows for all of its tokens
+    n_rows = rollout.n_own if theirs is None else len(theirs)
+    rows = Rows([where], [n_rows], [rollout.own if theirs is None else None])
     for signal in signals:
         if signal == "topk":
-            check_topk(_required(scores.topk, signal, where), n_vocab, rows)
+            table = _required(scores.topk, signal, where)
+            if with_values:
+                check_topk(table, n_vocab, rows)
+            else:
+                check_layout(table, rows)
         elif signal == "sampled":
-            check_logprobs(rows, _required(scores.sampled_logprobs, signal, where))
+            sampled = _required(scores.sampled_logprobs, signal, where)
+            if with_values:
+                check_logprobs(rows, sampled)
+            else:
+                check_array(where, signal, sampled, (n_rows,), (np.float32,))
         elif signal == "logits":
             logits = _required(scores.logits, signal, where)
             check_array(where, signal, logits, (n_rows, n_vocab), (np.float32, np.float16))
-            _check_logits(rows, logits)
+            if with_values:
+                _check_logits(rows, logits)
         else:
             hidden = _required(scores.hidden, signal, where)
             check_array(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
-            # Finite float32 values cannot overflow a float64 sum.
-            rows.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
+            if with_values:  # finite float32 values cannot overflow a float64 sum
+                rows.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
     if with_reference:
         if scores.reference_logprobs is None:
             raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")

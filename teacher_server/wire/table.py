@@ -98,10 +98,6 @@ class Rows:
     n_rows: Sequence[int]
     own: Sequence[np.ndarray | None] = ()
 
-    def part(self, first: int, stop: int | None = None) -> Rows:
-        """Return the rows of some sequences."""
-        return Rows(self.names[first:stop], self.n_rows[first:stop], self.own[first:stop])
-
     def refuse(self, bad: np.ndarray, problem: str) -> None:
         """Raise TeacherError for the first bad row, with its token's position in the response of its sequence.
 

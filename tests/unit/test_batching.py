@@ -356,6 +356,26 @@ def test_bad_scores_are_refused_by_rank_and_sample(
         check([valid, bad], [make_scores(valid), change(make_scores(bad))])
 
 
+def test_scores_of_a_server_are_checked_for_shape_alone() -> None:
+    """Fails if a rank repeats the client's check of values, or trains on rows of another sequence or no table."""
+    valid, other = make_rollout(1, 2, 2, sample=1), make_rollout(3, 2, 2, sample=2)
+    checked = partial(check_batch, [valid, other], where="rank 3", n_vocab=N_VOCAB, hidden_size=D, with_values=False)
+    nan = make_scores(other)
+    for signal in ALL:
+        table = getattr(nan, SIGNAL_FIELDS[cast(Signal, signal)])
+        (table.logprobs if signal == "topk" else table)[1] = np.nan
+    checked([make_scores(valid), nan], signals=ALL)
+    good = make_scores(other)
+    assert good.topk is not None
+    shorter = replace(good, topk=good.topk.rows(slice(1)))
+    for field in ("sampled_logprobs", "logits", "hidden"):
+        shorter = replace(shorter, **{field: getattr(good, field)[:1]})
+    for signal in ALL:
+        for bad in (shorter, TeacherScores()):
+            with pytest.raises(TeacherError, match="rank 3: prompt 3, sample 2"):
+                checked([make_scores(valid), bad], signals=(signal,))
+
+
 @pytest.mark.parametrize("signal", [*ALL, "reference"])
 def test_an_error_names_the_position_in_the_response(signal: str) -> None:
     """Fails if the row of a token is taken for its position, where a trajectory has observations."""
@@ -421,27 +441,19 @@ def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -
         token_records(batches, [torch.zeros(2, 2)], ("token", "on_policy"), rollouts)
 
 
-@pytest.mark.parametrize("joined_entries", [1, 1 << 18])
-def test_a_bad_table_among_valid_ones_is_refused_by_its_sample(
-    joined_entries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if the check of joined tables accepts a bad one, or the error names another sequence."""
-    monkeypatch.setattr("gkd.data.score_checks._JOINED_ENTRIES", joined_entries)
+def test_a_bad_table_among_valid_ones_is_refused_by_its_sample() -> None:
+    """Fails if a bad table among valid ones is accepted, or the error names another sequence."""
     rollouts = [make_rollout(i, 2, 2, sample=i) for i in range(4)]
     scores = [make_scores(rollout) for rollout in rollouts]
     check(rollouts, scores)
-    tables = [score.topk for score in scores]
-    good = tables[2]
-    assert good is not None and tables[3] is not None
-    half = TopKTable(good.ids, good.logprobs.astype(np.float16), good.tail)
+    good = scores[2].topk
+    assert good is not None
+    half = replace(good, logprobs=good.logprobs.astype(np.float16))
     heavy = replace(good, tail=good.tail + np.float32(0.5))
-    short, long = (
-        TopKTable(*(np.concatenate([a, a])[:n] for a in (good.ids, good.logprobs, good.tail))) for n in (1, 3)
-    )
-    for second, third in ((half, good), (heavy, good), (long, short)):
-        bad = [scores[0], scores[1], replace(scores[2], topk=second), replace(scores[3], topk=third)]
+    long = TopKTable.join([good, good])
+    for bad in (half, heavy, long):
         with pytest.raises(TeacherError, match="actor rank 3: prompt 2, sample 2"):
-            check(rollouts, bad)
+            check(rollouts, [scores[0], scores[1], replace(scores[2], topk=bad), scores[3]])
 
 
 def _pack() -> MicroBatch:
