@@ -69,7 +69,7 @@ def check_tokenizer(config: Config) -> None:
     alone = (
         *("teacher.routes", "teacher.store", "teacher.update_interval", "rollout.environment", "data.messages_key"),
         *("distill.teacher_reward_scale", "distill.skip_first_tokens", "distill.support"),
-        *("distill.tail", "actor.fused_lm_head"),
+        *("distill.tail", "distill.token_clip", "actor.fused_lm_head"),
     )
     problem = "this does not work with a teacher that has another tokenizer (teacher.tokenizer)."
     fix = "leave it out, or use a teacher with the student's tokens."
@@ -244,6 +244,9 @@ def _check_rollout_teacher(config: Config) -> None:
 def check_token_weights(config: Config) -> None:
     """Check that the tokens of a sequence can have different weights."""
     distill, weight = config.distill, config.distill.token_weight
+    if distill.token_clip and config.derived.loss.terms == (config.derived.loss.sft,):
+        problem = "it limits divergences and k1 to k3, and the only loss is sft."
+        raise config.error("distill.token_clip", problem, "use 0, or another loss.")
     if weight == "none" and distill.token_share < 1.0:
         problem = "distill.token_weight is none, so no order tells which tokens to keep."
         raise config.error("distill.token_share", problem, "use 1.0, or choose a weight.")

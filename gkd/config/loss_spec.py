@@ -63,6 +63,7 @@ class LossSpec:
         reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
         reward_clip: (low, high), its ratio is limited to 1 - low and 1 + high.
         token_weight, token_share: factors of the tokens in training, see `gkd.loss.token_weights`.
+        token_clip: largest value of a token's divergences, and of |log q - log p| in policy gradients, nats; 0 = none.
         compares_texts: the teacher has another tokenizer, see `gkd.loss.text_units`.
     """
 
@@ -79,6 +80,7 @@ class LossSpec:
     reward_clip: tuple[float, float] = (0.2, 0.2)
     token_weight: str = "none"
     token_share: float = 1.0
+    token_clip: float = 0.0
     compares_texts: bool = False
 
     @property
@@ -105,6 +107,7 @@ class LossSpec:
             reward_weight=0.0,
             token_weight="none",
             token_share=1.0,
+            token_clip=0.0,
         )
 
     @property
@@ -158,6 +161,7 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
         reward_clip=(clip[0], clip[1]),
         token_weight=distill.token_weight,
         token_share=distill.token_share,
+        token_clip=distill.token_clip,
     )
 
 

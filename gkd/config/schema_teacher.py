@@ -334,6 +334,12 @@ class DistillConfig:
         gt=0,
         le=1,
     )
+    token_clip: float = key(
+        0.0,
+        "Largest value of a token's divergences, nats: a token above it counts as this value, and has no gradient. k1, "
+        "k2, k3: bound of |log student - log teacher|. 0 = no limit.",
+        ge=0,
+    )
     reference_kl_weight: float = key(
         0.0,
         "Weight of KL(student || reference), estimated as k3 on the student's tokens; see section reference. 0 = off.",

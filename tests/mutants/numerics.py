@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "loss_term_weight",
         "gkd/loss",
-        "losses.total + term.weight * loss",
+        "divergences + term.weight * loss",
         "losses.total + loss",
         ("test_loss_paths.py",),
     ),

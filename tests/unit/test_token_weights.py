@@ -195,6 +195,7 @@ def test_position_requests_the_sampled_token() -> None:
         ("distill.token_weight", ["distill.token_weight=teachability", "distill.loss=k1", "teacher.signal=sampled"]),
         ("distill.token_weight", ["distill.token_weight=position", "distill.on_policy_share=0"]),
         ("distill.token_share", ["distill.token_share=0.5"]),
+        ("distill.token_clip", ["distill.token_clip=2", "distill.loss=sft", "distill.on_policy_share=0"]),
     ],
 )
 def test_settings_without_a_meaning_are_refused(key: str, overrides: list[str]) -> None:
