@@ -38,11 +38,11 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 58_400,
+    "lines": 58_500,
     "files": 332,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
-    "config_keys": 161,
-    "lines of tests": 69_620,
+    "config_keys": 162,
+    "lines of tests": 69_680,
     "lines of benches": 6_610,
     "lines of results": 8_000,
     "lines of the longest result": 200,

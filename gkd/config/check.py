@@ -312,6 +312,7 @@ def check_reward(config: Config) -> None:
     if len(set(names)) < len(names):
         problem = "two functions have the same name, and the metrics contain it."
         raise ConfigError("reward.functions", paths, problem, "rename one.")
+    _check_response_weight(config)
     if config.derived.loss.has_rewards:
         _check_training(config)
     else:
@@ -333,6 +334,24 @@ def check_best(config: Config) -> None:
     if name and name not in found:
         problem = "the evaluations of this run do not have it."
         raise config.error("trainer.keep_best", problem, f"use one of {', '.join(found)}.")
+
+
+def _check_response_weight(config: Config) -> None:
+    """Check that there are rewards that tell correct responses, and groups for their pass rates."""
+    weight, key = config.distill.response_weight, "distill.response_weight"
+    if weight == "none":
+        return
+    if not config.reward.functions:
+        raise config.error(key, "reward.functions is empty.", "name a function, or use none.")
+    if any(entry.weight <= 0 for entry in config.reward.functions):
+        problem = "a function of reward.functions has no positive weight, so a large reward does not mean correct."
+        raise config.error(key, problem, "give all functions positive weights.")
+    if config.distill.on_policy_share == 0.0:
+        problem = "only responses of the student are judged, and distill.on_policy_share is 0."
+        raise config.error(key, problem, "use none, or a share above 0.")
+    if weight == "pass_rate" and config.rollout.n < 2:
+        problem = "the pass rate p of one response is 0 or 1, so every weight p (1 - p) is 0."
+        raise config.error(key, problem, "set rollout.n to 2 or more, or use correct.")
 
 
 def _check_training(config: Config) -> None:

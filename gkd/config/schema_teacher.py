@@ -25,6 +25,7 @@ DIVERGENCE_NAMES = tuple(DIVERGENCES)
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
+RESPONSE_WEIGHTS = ("none", "pass_rate", "correct", "wrong")
 TOKEN_WEIGHTS = ("none", "entropy", "teachability", "position")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
@@ -314,6 +315,12 @@ class DistillConfig:
         "Advantage of a response with reward R: (R - mean) / (std + 1e-6) over the rollout.n responses of its prompt "
         "(group) or over the global batch (batch), or R itself (none).",
         choices=("group", "batch", "none"),
+    )
+    response_weight: str = key(
+        "none",
+        "Factor of each response's loss, by the rewards: pass_rate = p (1 - p), p the share of correct responses of "
+        "its prompt; correct or wrong = only these responses. Means are 1. docs/losses.md.",
+        choices=RESPONSE_WEIGHTS,
     )
     reward_clip: list[float] = key(
         [0.2, 0.2],

@@ -23,6 +23,7 @@ from tests.service.harness import ServerProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 FEW = "eval.max_prompts=4"
+METHODS = (REWARDS[0], "distill.response_weight=wrong", "distill.token_clip=2")
 
 
 @pytest.mark.timeout(600)
@@ -35,11 +36,12 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
     scheduler, or an outage hangs a run or loses steps.
     """
     n_steps = 10
-    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, REWARDS[0])
+    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, *METHODS)
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
     lab.finished_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={n_steps}")
     lines = {line["step"]: line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line}
     assert all(line["reward/std"] > 0 for line in lines.values())
+    assert all(0 < line["reward/trained_share"] < 1 and "loss/token_clipped" in line for line in lines.values())
     assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(n_steps)]
     begin = whole / "checkpoints" / "step_00000002"
     assert _state(begin) == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}

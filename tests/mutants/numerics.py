@@ -147,7 +147,7 @@ MUTANTS = (
         "loss_term_weight",
         "gkd/loss",
         "divergences + term.weight * loss",
-        "losses.total + loss",
+        "divergences + loss",
         ("test_loss_paths.py",),
     ),
     Mutant(

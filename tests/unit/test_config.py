@@ -311,6 +311,12 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
     ("overrides", "key"),
     [
         (["actor.tp=2"], "trainer.n_gpus_per_node"),
+        (["distill.response_weight=correct"], "distill.response_weight"),
+        (["distill.response_weight=pass_rate", "reward.functions=[{path: length}]"], "distill.response_weight"),
+        (
+            ["distill.response_weight=correct", "reward.functions=[{path: length, weight: -1}]"],
+            "distill.response_weight",
+        ),
         (["trainer.n_gpus_per_node=3", "trainer.nnodes=2", "actor.tp=2"], "actor.tp"),
         (["actor.optim.schedule=wsd"], "actor.optim.decay_steps"),
         (
