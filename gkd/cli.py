@@ -29,6 +29,8 @@ COMMANDS = {
     "check-gpus": ("gkd.tools.check_gpus", "report which rank is on which GPU", "--config mine.yaml"),
     "memory": ("gkd.tools.memory", "predict the memory of each rank", "--config mine.yaml --gpu-gib 80"),
     "split": ("gkd.tools.split", "recommend a split of the GPUs from a run", "runs/mine --gpus 8"),
+    "eval": ("gkd.tools.evaluate", "measure accuracy and KL of a checkpoint or a model", "runs/mine --data test.jsonl"),
+    "export": ("gkd.tools.export", "write a checkpoint as a Hugging Face folder", "runs/mine --best --out best"),
     "report": ("gkd.tools.report.__main__", "write one HTML page about runs", "runs/mine runs/other"),
     "where": ("gkd.tools.where", "show which tokens the KL of a run is at", "runs/mine"),
     "replay": ("gkd.tools.replay", "make a recorded step again and compare", "runs/mine --step 20"),

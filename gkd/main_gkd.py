@@ -176,7 +176,7 @@ def _keys_help(names: Iterable[str]) -> str:
     lines = ["keys with type and default:"]
     for each in (all_keys()[name] for name in names):
         lines.append(f"  {each.name}: {each.type} = {each.default!r}")
-        text = f"{each.key.help} ({limits})" if (limits := each.key.all_limits()) else each.key.help
+        text = f"{each.help} ({limits})" if (limits := each.setting.all_limits()) else each.help
         lines += textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 

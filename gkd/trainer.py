@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 from gkd.config.schema import Config
+from gkd.console.summary import write_card
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.pipeline.batches import make_source
@@ -21,7 +23,7 @@ from gkd.pipeline.evaluate import Evaluator
 from gkd.pipeline.replay import BatchRecorder
 from gkd.pipeline.staleness import check_staleness
 from gkd.roles import Roles
-from gkd.run.checkpoints import IN_FLIGHT
+from gkd.run.checkpoints import ACTOR, IN_FLIGHT
 from gkd.run.failure_policy import attempt, run_ending, save_and_export
 from gkd.run.folder import RunFolder
 from gkd.run.interrupts import interruptible
@@ -84,6 +86,15 @@ class Trainer:
             save_and_export(self.save_now, self.export)
             attempt("reading the memory use of the last save and the export", self.metrics.log_memory)
             attempt("stopping the rollouts", lambda: self.source.close(wait=True))
+
+    def evaluate(self, checkpoint: Path | None, step: int) -> None:
+        """Evaluate a checkpoint of any run of this student, or model.path, without training. Raises as `fit`."""
+        if checkpoint is not None:
+            self.roles.actor.load(checkpoint / ACTOR)
+        self.metrics.open(None)
+        with closing(self.metrics), self.metrics.before_first_step(step) as m:
+            self.roles.weight_sync.push(step)
+            self.evaluator.run(step, m)
 
     def train_one_batch(self, m: StepMetrics) -> None:
         """Make one optimizer step; afterwards the engines hold the new weights.
@@ -170,4 +181,5 @@ class Trainer:
         """Export the student in Hugging Face format; it replaces an earlier export once it is complete."""
         with self.gpus.for_training():
             self.roles.actor.export_hf(self.folder.new_export)
+        write_card(self.folder.new_export, self.folder.root, self.config, self.metrics.state, self.step)
         log.info("exported the student to %s", self.folder.publish_export())

@@ -1,11 +1,11 @@
-"""Processes that run code of a user: their start, progress and end, and the numbers that the code returns."""
+"""Code of a user: the start and the end of the processes that run it, its errors, and the numbers that it returns."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import math
-import mmap
 import os
 import select
 import signal
@@ -16,9 +16,11 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
 EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
@@ -26,8 +28,8 @@ BATCH_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # batch system
 _MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
 _PACKAGE = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(f"{path}/" for name, path in sysconfig.get_paths().items() if "lib" in name)
-_SHOWN, _LONGEST_TRACE = 300, 4000  # characters of the names of columns, and of a traceback
-_N_BYTES = 16  # bytes of a call's number, int64, and its time, float64
+_SHOWN = 300  # characters of the names of columns
+_LONGEST_TRACE = 4000  # characters
 
 
 class Child:
@@ -43,7 +45,8 @@ class Child:
     def __init__(
         self, module: str, arguments: Sequence[object], fds: Sequence[int], environment: Mapping[str, str] | None = None
     ) -> None:
-        self._mark, self._how = uuid.uuid4().hex, ""
+        self._mark = uuid.uuid4().hex
+        self._how = ""
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             pass_fds=fds,
@@ -55,7 +58,7 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Is true when the process has ended, by itself or by `end`."""
+        """True once the process has exited, by itself or by `end`."""
         # The process stays a zombie, so that its number, which is also its session's, means no other one.
         try:
             return bool(self._how) or bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
@@ -97,11 +100,11 @@ def end_with_parent(fd: int, folder: str = "") -> None:
     free = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
     hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
     os.register_at_fork(before=hold, after_in_parent=free, after_in_child=free)
-    own = os.dup(fd)  # the program may close the other
-    watch = threading.Thread(target=_wait_for_parents_end, args=(own, os.getppid(), folder), daemon=True)
+    watched = os.dup(fd)  # the program may close the other
+    watch = threading.Thread(target=_wait_for_parents_end, args=(watched, os.getppid(), folder), daemon=True)
     watch.start()
     # The main thread, too, sees that the socket is closed. It must not end the process before the other has cleaned up.
-    atexit.register(lambda: watch.join() if _is_hung_up(own, 0) else None)
+    atexit.register(lambda: watch.join() if _is_hung_up(watched, 0) else None)
 
 
 def _wait_for_parents_end(fd: int, parent: int, folder: str) -> None:
@@ -124,23 +127,21 @@ def _is_hung_up(fd: int, timeout_ms: int) -> bool:
 
 def _kill_started(leader: int, mark: str, spare: int = 0) -> None:
     """Kill the processes of a session, and those that left it, which still have the mark in their environment."""
-    seen, deadline_s = {spare}, time.monotonic() + EXEC_S
+    killed = {spare}  # a killed process stays in the list until its parent asks for it
+    deadline_s = time.monotonic() + EXEC_S
     while True:
-        owned = {pid: _is_of(pid, leader, mark) for pid in _pids() if pid not in seen}
-        found = {pid for pid, is_owned in owned.items() if is_owned}
-        for pid in found:
+        pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - killed
+        is_started = {pid: _is_started_by(pid, leader, mark) for pid in pids}
+        started = {pid for pid in pids if is_started[pid]}
+        for pid in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        seen |= found  # a killed process stays in the list until its parent asks for it
-        if not found and (None not in owned.values() or time.monotonic() > deadline_s):
+        killed |= started
+        if not started and (None not in is_started.values() or time.monotonic() > deadline_s):
             return
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _is_of(pid: int, leader: int, mark: str) -> bool | None:
+def _is_started_by(pid: int, leader: int, mark: str) -> bool | None:
     """Return whether to kill a process; None while it is being started, and Linux shows no environment yet."""
     try:
         if os.getsid(pid) == leader:
@@ -158,72 +159,64 @@ def blame(error: BaseException, row: Iterable[str] = ()) -> str:
 
     Both are left out if they are unknown, as where the call itself fails.
     """
-    own = _own_frames(error)
-    at = [frame for frame in own if not frame.filename.startswith(_LIBRARIES)][-1:]
-    place = "".join(f", in {frame.filename}:{frame.lineno}: {frame.line}" for frame in at)
-    columns = ", ".join(row)
-    return place + (f". Columns of the row: {columns[:_SHOWN]}" if at and columns else "")
+    frames = [frame for frame in _frames_of_user(error) if not frame.filename.startswith(_LIBRARIES)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    columns = ", ".join(row)[:_SHOWN]
+    return f", in {last.filename}:{last.lineno}: {last.line}" + (f". Columns of the row: {columns}" if columns else "")
 
 
-def own_traceback(error: BaseException) -> str:
+def traceback_of_user(error: BaseException) -> str:
     """Return the traceback of an error from the code of a user on; empty if that has no part in it."""
-    own = traceback.format_list(_own_frames(error))
-    text = "".join(["Traceback of your code:\n", *own, *traceback.format_exception_only(error)])
-    return text[:_LONGEST_TRACE] if own else ""
+    frames = traceback.format_list(_frames_of_user(error))
+    text = "".join(["Traceback of your code:\n", *frames, *traceback.format_exception_only(error)])
+    return encodable(text[:_LONGEST_TRACE]) if frames else ""
 
 
-def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)
-    is_own = [not frame.filename.startswith((*_LIBRARIES, _PACKAGE, "<frozen")) for frame in frames]
-    return list(frames[is_own.index(True) :]) if True in is_own else []
+def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = list(traceback.extract_tb(error.__traceback__))
+    not_users = (*_LIBRARIES, _PACKAGE, "<frozen")
+    return list(dropwhile(lambda frame: frame.filename.startswith(not_users), frames))
 
 
 def finite_number(value: object) -> float | str:
     """Return a number that code of a user returned, or what is wrong with it."""
-    if isinstance(value, str | bytes):
-        return f"{value!r}, not a number"
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return f"{value!r}, not a number"
+        return f"{shown(value)}, not a number"
     return number if math.isfinite(number) else str(number)
 
 
-class Progress:
-    """Memory that a child shares with its parent, without messages: which call is running, and since when.
+def shown(value: object, limit: int = 200) -> str:
+    """Return a value or the text of an error for a message: short, and without characters that UTF-8 does not have."""
+    try:
+        text = str(value) if isinstance(value, BaseException) else repr(value)
+    except Exception as error:  # a user's class may raise any error here
+        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return encodable(text if len(text) <= limit else f"{text[:limit]}...")
 
-    Args:
-        fd: memory that the parent has made; None makes it.
-    """
 
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("gkd_progress") if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, _N_BYTES)
-        self._memory = mmap.mmap(self.fd, _N_BYTES)
-        # Native numbers, each stored at once: `struct` writes zeros first, which the other process would read as a call
-        # that began when the host was started.
-        self._calls, self._times = memoryview(self._memory).cast("q"), memoryview(self._memory).cast("d")
+def encodable(text: str) -> str:
+    """Return a text without characters that UTF-8 does not have."""
+    return text.encode(errors="backslashreplace").decode()
 
-    def begin(self, call: int) -> None:
-        """Note that a call begins. The time first: a reader in between never takes the new call for a slow one."""
-        self._times[1] = time.monotonic()
-        self._calls[0] = call
 
-    @property
-    def call(self) -> int:
-        """The call that `begin` noted last."""
-        return self._calls[0]
+def search_path() -> tuple[str, ...]:
+    """Return the folders in which this process finds modules, with its working folder."""
+    return (os.getcwd(), *(folder for folder in sys.path if folder))
 
-    @property
-    def age_s(self) -> float:
-        """Seconds since it began, on the host's clock."""
-        return time.monotonic() - self._times[1]
 
-    def close(self) -> None:
-        """Release the memory in this process. Idempotent."""
-        if not self._memory.closed:
-            self._calls.release()
-            self._times.release()
-            self._memory.close()
-            os.close(self.fd)
+def import_function(path: str) -> Callable[..., Any]:
+    """Return the function of a path. Raises ImportError: its module cannot be imported, or has no such function."""
+    module, _, name = path.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise any error
+        raise ImportError(f"{path}: cannot be imported ({type(error).__name__}: {error}{blame(error)})") from error
+    if not callable(function):
+        raise ImportError(f"{path}: is a {type(function).__name__}, not a function")
+    return function

@@ -6,15 +6,12 @@ import datetime
 import json
 import logging
 import sys
-from typing import Literal
-
-LogFormat = Literal["text", "json"]
 
 # Attributes of every record. All others come from `extra` and become fields of the JSON line.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def log_to_stderr(name: str, log_format: LogFormat = "text") -> None:
+def log_to_stderr(name: str, log_format: str = "text") -> None:
     """Configure the root logger of this process. stdout is reserved for the ready lines."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":

@@ -5,6 +5,7 @@ The library itself is not changed: `Hub.environment` selects the stand-in, with 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -49,6 +50,9 @@ class Hub:
 
             def do_HEAD(self) -> None:
                 hub.answer(self, with_body=False)
+
+            def do_POST(self) -> None:
+                hub.take(self, self.rfile.read(int(self.headers["Content-Length"])))
 
             def log_message(self, *args: object) -> None: ...
 
@@ -114,6 +118,33 @@ class Hub:
                 headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             stalls = with_body and bool(self.stalled) and file.endswith(self.stalled)
             self._send(request, 206 if part else 200, headers, content[start:], with_body=with_body, stalls=stalls)
+
+    def take(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        """Make a repository, or commit the files that are sent."""
+        self.requests.append(f"POST {request.path}")
+        words = request.path.split("/")
+        reply: dict[str, Any] = {}
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            self._send(request, 401, {"X-Error-Message": "Invalid username or password."})
+            return
+        lines = [json.loads(line) for line in body.splitlines()]
+        if words[-1] == "create":
+            repo = f"{lines[0]['organization']}/{lines[0]['name']}"
+            self.push(repo, {})
+            is_private = lines[0].get("private") or lines[0].get("visibility") == "private"  # by the library's version
+            self.requests.append(f"create {repo}, private: {is_private}")
+            reply = {"url": f"{self.address}/{repo}", "name": repo}
+        elif "preupload" in words:
+            reply = {"files": [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]]}
+        elif "commit" in words:
+            repo, files = "/".join(words[3:5]), [line["value"] for line in lines if line["key"] == "file"]
+            commit = self.push(repo, {file["path"]: base64.b64decode(file["content"]) for file in files})
+            reply = {"success": True, "commitOid": commit, "commitUrl": f"{self.address}/{repo}/commit/{commit}"}
+        self._send(request, 200, {}, json.dumps(reply).encode())
+
+    def files(self, repo: str) -> dict[str, bytes]:
+        """Return the files of a repository's branch main."""
+        return self._commits[f"{repo}@{self._branches[f'{repo}@main']}"]
 
     def _send(
         self,

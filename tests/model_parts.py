@@ -184,6 +184,15 @@ def student(root: Path, backend: str, packing: bool) -> Cell:
     return _judge(errors, mark)
 
 
+def student_in_16_bits(root: Path) -> Cell:
+    """Compare logprobs of a packed student in bfloat16, and train it."""
+    trained, mark = _student("fsdp2", root / "first", True, "bfloat16")
+    batches = _batches(True)
+    (logprobs,) = trained.compute_logprobs(batches)
+    trained.train_step(batches)
+    return _judge({"bfloat16 logprobs": float((logprobs - _reference(root / "first")[0]).abs().mean())}, mark)
+
+
 def export(root: Path) -> Cell:
     """Compare the loss of a padded student with that of its export in transformers."""
     exporter, mark = _student("fsdp2", root / "first", False)
@@ -248,6 +257,7 @@ def start(root: Path, dtype: str) -> None:
     sizes = RolloutConfig(kv_cache_mib=64, max_num_seqs=8)
     place: dict[str, Any] = {"dtype": dtype, "max_model_len": LONGEST, "device": "cpu", "eos_ids": [1]}
     _engines.append(RolloutEngine(str(root / "first"), sizes, **place))
+    _engines[0].keep_digests()
 
 
 def generate() -> Scored:
@@ -256,15 +266,18 @@ def generate() -> Scored:
     return [(rollout, rollout.response_ids[:, None], rollout.rollout_logprobs[:, None]) for rollout in rollouts]
 
 
-def save_sent(root: Path, dtype: str) -> None:
-    """Save what a student of the second model sends to an engine."""
-    sender, _ = _student("fsdp2", root / "second", False, dtype)
+def save_sent(root: Path, model: str, dtype: str) -> None:
+    """Save what a student of the first or second model sends to an engine."""
+    sender, _ = _student("fsdp2", root / model, False, dtype)
     save_file({name: tensor.clone() for name, tensor in sender.export()}, root / "sent.safetensors")
 
 
-def sync(root: Path) -> Cell:
-    """Send weights to the engine, and compare digests. The mark is the number of tensors that they do not compare."""
-    sent, _ = WeightSender(_engines[0]).push(load_file(root / "sent.safetensors"), 1, bucket_bytes=1 << 18)
+def sync(root: Path, version: int) -> Cell:
+    """Send weights to the engine, and compare digests. The mark is the number of tensors that they do not compare.
+
+    Version 0 has the weights of the engine's folder, so the engine compares all its parameters and buffers.
+    """
+    sent, _ = WeightSender(_engines[0]).push(load_file(root / "sent.safetensors"), version, bucket_bytes=1 << 18)
     held = _engines[0].digests()
     opaque = {name for name, digest in held.items() if not digest}
     wrong = [name for name in differing(sent, held) if name not in opaque]

@@ -83,23 +83,28 @@ class Family:
         return scored if isinstance(scored, Cell) else self.call(parts.compare, self._root / folder, scored, dtype)
 
     def _rollouts(self) -> Cell:
-        """Return the worst outcome of a rollout engine: of rollouts, of a weight sync, and of rollouts after it."""
+        """Return the worst outcome of a rollout engine: of rollouts, of weight syncs, and of rollouts after them."""
         started = self.call(parts.start, self._root, self._dtype, on_engine=True)
         if started is not None:
             return started
         first = self._compared(self.call(parts.generate, on_engine=True), self._dtype)
-        saved = self.call(parts.save_sent, self._root, self._dtype)
-        second = synced = saved or self.call(parts.sync, self._root, on_engine=True)
+        equal = self._synced("first", 0)
+        second = synced = self._synced("second", 1)
         if synced.kind in ("ok", "W"):
             second = self._compared(self.call(parts.generate, on_engine=True), self._dtype, "second")
-        cells = (first, synced, second)
+        cells = (first, equal, synced, second)
+        stages = ("rollouts", "weight sync of equal weights", "weight sync", "rollouts after a weight sync")
         why = dict[str, str]()  # each reason once, with its first stage
-        for stage, cell in zip(("rollouts", "weight sync", "rollouts after a weight sync"), cells, strict=True):
+        for stage, cell in zip(stages, cells, strict=True):
             if cell.kind != "ok":
                 why.setdefault(cell.why, f"{stage}: {cell.why}")
         kind = min((cell.kind for cell in cells if cell.kind != "ok"), key="WCVR".index, default="ok")
         marks = " ".join(filter(None, dict.fromkeys(cell.marks for cell in cells)))
         return Cell(kind, max(cell.error for cell in cells), marks, "; ".join(why.values()))
+
+    def _synced(self, model: str, version: int) -> Any:
+        saved = self.call(parts.save_sent, self._root, model, self._dtype)
+        return saved or self.call(parts.sync, self._root, version, on_engine=True)
 
 
 def measure(name: str, wanted: Iterable[str] = PARTS, job: int = 0) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gkd.config.declare import Key
 from gkd.config.foreign_keys import tables as old_names
-from gkd.config.schema_sections import DeclaredKey, all_keys
+from gkd.config.schema_sections import all_keys
 from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
+from teacher_server.config.declare import Declared
 from tests.gpu.page import section
 from tests.structure import ROOT
 
@@ -49,15 +51,15 @@ def _cell(text: str) -> str:
 
 
 def _config_tables() -> str:
-    sections: dict[str, list[DeclaredKey]] = {}
+    sections: dict[str, list[Declared[Key]]] = {}
     for each in all_keys().values():
         sections.setdefault(each.name.partition(".")[0], []).append(each)
     columns = ("key", "type", "default", "limits", "resume", "meaning")
     return "\n".join(_table(columns, map(_key_row, keys), f"## {name}") for name, keys in sections.items())
 
 
-def _key_row(each: DeclaredKey) -> tuple[str, ...]:
-    key = each.key
+def _key_row(each: Declared[Key]) -> tuple[str, ...]:
+    key = each.setting
     resume = key.resume if isinstance(key.resume, str) else "yes" if key.resume else "no"
     return (
         f"`{each.name}`",
@@ -65,7 +67,7 @@ def _key_row(each: DeclaredKey) -> tuple[str, ...]:
         f"`{'auto' if each.default is None else repr(each.default)}`",
         key.all_limits(),
         resume,
-        key.help,
+        each.help,
     )
 
 

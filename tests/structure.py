@@ -26,7 +26,7 @@ teacher_server.errors teacher_server.log teacher_server.wire teacher_server.conf
 teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
 teacher_server.__main__
-gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.config gkd.roles gkd.run
+gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.hosts gkd.config gkd.roles gkd.run
  gkd.console gkd.metrics gkd.data gkd.environment gkd.pipeline gkd.trainer
  gkd.cluster gkd.hf gkd.loss gkd.memory gkd.memory.footprint gkd.weight_sync
 gkd.rollout gkd.rollout.vllm gkd.rollout.engine gkd.rollout.driver
@@ -38,11 +38,11 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 58_500,
-    "files": 332,
+    "lines": 58_810,
+    "files": 336,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
-    "config_keys": 162,
-    "lines of tests": 69_680,
+    "config_keys": 160,
+    "lines of tests": 69_975,
     "lines of benches": 6_610,
     "lines of results": 8_000,
     "lines of the longest result": 200,

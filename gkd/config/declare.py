@@ -1,18 +1,11 @@
-"""Declare a key of the trainer's config: default, help, limits, and whether a resumed run may change it.
-
-A value may name a function of the user by its import path, `package.module:function`; this file imports such functions.
-"""
+"""Declare a key of the trainer's config: default, limits, and whether a resumed run may change it."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.user_code import blame
 from teacher_server.config.declare import Setting, declare
 from teacher_server.config.declare import is_path as is_path  # the server's engines have import paths, too
 
@@ -27,13 +20,11 @@ class Key(Setting):
 
     Args:
         limits: limits that a check of several keys or of a list enforces, for the documentation.
-        required: how to set a key that has no usable default; empty means the default is valid.
         resume: whether a resumed run may change the key; a text is the condition, see `gkd.run.open`.
         is_file: whether it names files or folders, in which ~ and variables of the environment are replaced.
     """
 
     limits: str = ""
-    required: str = ""
     resume: bool | str = False
     is_file: bool = False
 
@@ -42,33 +33,21 @@ class Key(Setting):
         return "; ".join(filter(None, (self.allowed(), self.limits)))
 
 
-def key(default: Any, help: str, **options: Any) -> Any:
-    """Return a dataclass field; `options` are the arguments of `Key`."""
-    return declare(default, Key(help=help, **options))
+def key(default: Any, **options: Any) -> Any:
+    """Return a dataclass field; `options` are the arguments of `Key`, and the text below the field is its help."""
+    return declare(default, Key(**options))
 
 
-def file_key(default: Any, help: str, **options: Any) -> Any:
+def file_key(default: Any, **options: Any) -> Any:
     """Return the field of a key that names a file or folder, or a list of them."""
-    return key(default, help, is_file=True, **options)
+    return key(default, is_file=True, **options)
+
+
+def auto_is(value: Any) -> Callable[[Any], Any]:
+    """Return the function `Setting.read` of a key for which `auto` stands for a value of another type."""
+    return lambda written: value if written == "auto" else written
 
 
 def function_name(path: str) -> str:
     """Return the name of a function without its module."""
     return path.rpartition(":")[2]
-
-
-def search_path() -> tuple[str, ...]:
-    """Return the folders in which this process finds modules, with its working folder."""
-    return (os.getcwd(), *(folder for folder in sys.path if folder))
-
-
-def import_function(path: str) -> Callable[..., Any]:
-    """Return the function of a path. Raises ImportError: its module cannot be imported, or has no such function."""
-    module, _, name = path.partition(":")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may raise any error
-        raise ImportError(f"{path}: cannot be imported ({type(error).__name__}: {error}{blame(error)})") from error
-    if not callable(function):
-        raise ImportError(f"{path}: is a {type(function).__name__}, not a function")
-    return function

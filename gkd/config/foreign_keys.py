@@ -133,9 +133,7 @@ teacher.gpus | | It is --gpus of gkd teacher.
 --actor-num-gpus-per-node | trainer.n_gpus_per_node |
 --rollout-num-gpus | rollout.n_gpus_per_node | Divide it by rollout.nnodes.
 --rollout-num-gpus-per-engine | rollout.tp |
---colocate | trainer.colocate |
 --rollout-temperature | rollout.temperature teacher.temperature |
---rollout-stop-token-ids | rollout.stop_token_ids |
 """,
     "ROLL": """\
 student_pretrain | model.path |
@@ -173,7 +171,6 @@ policy.max_total_sequence_length | data.max_prompt_length data.max_response_leng
 policy.train_global_batch_size | trainer.global_batch_size | Divide it by num_generations_per_prompt.
 policy.dtensor_cfg.enabled | actor.strategy | true becomes fsdp2.
 policy.megatron_cfg.enabled | actor.strategy | true becomes megatron.
-policy.generation.temperature | rollout.temperature teacher.temperature |
 policy.generation.colocated.enabled | trainer.colocate |
 teacher.model_name | teacher.path | It needs teacher.backend local, or is --model of gkd teacher.
 tensor_parallel_size | rollout.tp | dtensor_cfg.tensor_parallel_size has no equal.

@@ -14,11 +14,9 @@ the reference's logprob instead of the teacher's; and rewards: reward_weight * a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import cast
 
-from gkd.config.check_values import value_error
 from gkd.config.declare import is_path
 from gkd.config.schema_teacher import (
     DIVERGENCE_NAMES,
@@ -137,19 +135,12 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
     """Return the terms of `distill.losses`, or `distill.loss` if that list is empty.
 
     Raises:
-        ConfigError: naming a value that the limits of its key do not exclude: entries of lists, and limits with a gap.
+        ConfigError: a loss is named twice, or has a parameter that it does not use.
     """
     terms = [_term(i, entry, distill) for i, entry in enumerate(distill.losses)]
     names = [term.name for term in terms]
     if len(set(names)) != len(names):
         raise ConfigError("distill.losses", names, "names a loss twice.", "name each loss once.")
-    if 0 < distill.importance_clip < 1:
-        fix = "use e.g. 2.0, or 0 for no limit."
-        raise ConfigError("distill.importance_clip", distill.importance_clip, "must be 0 or at least 1.", fix)
-    clip = distill.reward_clip
-    if len(clip) != 2 or not (0 < clip[0] < 1 and 0 < clip[1] < math.inf):
-        problem, fix = "must be two numbers > 0, the first below 1.", "use e.g. [0.2, 0.2]."
-        raise ConfigError("distill.reward_clip", clip, problem, fix)
     return LossSpec(
         tuple(terms or [LossTerm(distill.loss, beta=distill.beta, alpha=distill.alpha)]),
         cast(Tail, distill.tail),
@@ -158,7 +149,7 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
         distill.reference_kl_weight,
         teacher_reward_scale=distill.teacher_reward_scale,
         reward_weight=distill.reward_weight,
-        reward_clip=(clip[0], clip[1]),
+        reward_clip=cast(tuple[float, float], tuple(distill.reward_clip)),
         token_weight=distill.token_weight,
         token_share=distill.token_share,
         token_clip=distill.token_clip,
@@ -172,13 +163,6 @@ def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
         if getattr(entry, key) is not None and key not in DIVERGENCES.get(entry.name, own):
             fix = f"{key} belongs to {', '.join(name for name in DIVERGENCES if key in DIVERGENCES[name])}; remove it."
             raise ConfigError(f"{where}.{key}", getattr(entry, key), f"{entry.name!r} has no {key}.", fix)
-    for name, key in (("name", "distill.loss"), *((name, f"distill.{name}") for name in _PARAMETERS)):
-        value = getattr(entry, name)
-        if value is not None and (error := value_error(key, value)):
-            raise ConfigError(f"{where}.{name}", value, error.problem, error.fix)
-    if not 0 < entry.weight < math.inf:
-        problem, fix = "must be a positive number.", "remove the entry, or give it a positive weight."
-        raise ConfigError(f"{where}.weight", entry.weight, problem, fix)
     beta = distill.beta if entry.beta is None else entry.beta
     alpha = distill.alpha if entry.alpha is None else entry.alpha
     return LossTerm(entry.name, entry.weight, beta, alpha)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gkd.config.declare import key
+from gkd.config.declare import auto_is, key
 
 
 class Limit(NamedTuple):
@@ -55,30 +55,35 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = key(1e-6, "Peak learning rate of AdamW.", gt=0)
-    betas: list[float] = key([0.9, 0.95], "Adam's beta1 and beta2.", limits="two, each >= 0 and < 1")
-    eps: float = key(1e-8, "Added to Adam's denominator.", gt=0)
-    weight_decay: float = key(0.01, "Decoupled weight decay; not applied to biases and norms.", ge=0)
-    clip_grad: float = key(1.0, "Limit of the global gradient norm; 0 = off.", ge=0)
-    schedule: str = key(
-        "constant",
-        "Learning rate after the warm-up: constant, or a decay to min_lr_ratio x lr at the last step. wsd is constant "
-        "until the last decay_steps steps.",
-        choices=("constant", "linear", "cosine", "wsd"),
-    )
-    warmup_steps: int = key(0, "Steps of linear warm-up; the first step has lr / warmup_steps.", ge=0)
-    decay_steps: int = key(0, "wsd: steps of linear decay at the end of the run.", ge=0)
-    min_lr_ratio: float = key(0.0, "Final learning rate of linear, cosine and wsd, as a fraction of lr.", ge=0, le=1)
+    lr: float = key(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: list[float] = key([0.9, 0.95], ge=0, lt=1, limits="two numbers")
+    """Adam's beta1 and beta2."""
+    eps: float = key(1e-8, gt=0)
+    """Added to Adam's denominator."""
+    weight_decay: float = key(0.01, ge=0)
+    """Decoupled weight decay; not applied to biases and norms."""
+    clip_grad: float = key(1.0, ge=0)
+    """Limit of the global gradient norm; 0 = off."""
+    schedule: str = key("constant", choices=("constant", "linear", "cosine", "wsd"))
+    """Learning rate after the warm-up: constant, or a decay to min_lr_ratio x lr at the last step. wsd is constant
+    until the last decay_steps steps."""
+    warmup_steps: int = key(0, ge=0)
+    """Steps of linear warm-up; the first step has lr / warmup_steps."""
+    decay_steps: int = key(0, ge=0)
+    """wsd: steps of linear decay at the end of the run."""
+    min_lr_ratio: float = key(0.0, ge=0, le=1)
+    """Final learning rate of linear, cosine and wsd, as a fraction of lr."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = key(0, "Rank of the LoRA adapters; 0 = train all weights.", ge=0)
-    alpha: float = key(16.0, "The adapters' product is scaled by alpha / rank.", gt=0)
-    targets: list[str] = key(
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "Linear layers that get an adapter: the last part of their names.",
-    )
+    rank: int = key(0, ge=0)
+    """Rank of the LoRA adapters; 0 = train all weights."""
+    alpha: float = key(16.0, gt=0)
+    """The adapters' product is scaled by alpha / rank."""
+    targets: list[str] = key(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    """Linear layers that get an adapter: the last part of their names."""
 
     @property
     def scale(self) -> float:
@@ -88,95 +93,53 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    strategy: str = key(
-        AUTO,
-        "Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard "
-        "around the Hugging Face model, data and context parallel. auto = megatron if it supports model and settings, "
-        "else fsdp2. See docs/models.md.",
-        choices=(AUTO, *BACKENDS),
-    )
-    tp: int = key(1, "Tensor parallel size.", gt=0, resume=True)
-    pp: int = key(1, "Pipeline parallel size.", gt=0, resume=True)
-    vpp: int = key(
-        1,
-        "Model chunks of each pipeline stage (interleaved 1F1B): smaller pipeline bubbles, more messages; 1 = off.",
-        gt=0,
-        resume=True,
-    )
-    cp: int = key(
-        1,
-        "Context parallel size: neighboring ranks that share each micro-batch, a part of the columns each, so that "
-        "activations of a sequence are split. In attention they exchange columns for heads, so cp divides the model's "
-        "attention heads / tp.",
-        gt=0,
-        resume=True,
-    )
-    ep: int = key(
-        1,
-        "Expert parallel size: neighboring ranks of a pipeline stage that share the experts. Mixture-of-experts "
-        "students only.",
-        gt=0,
-        resume=True,
-    )
-    sequence_parallel: bool = key(
-        False, "Split activations between tensor-parallel regions along the sequence; needs actor.tp > 1.", resume=True
-    )
-    layers: str = key(
-        "auto",
-        "megatron: modules of the layers. auto = Megatron's own, on cuda with SwiGLU and the rotary embedding compiled "
-        "to one kernel each (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which "
-        "must be installed.",
-        choices=("auto", "torch", "te"),
-        resume=True,
-    )
-    attention: str = key(
-        "auto",
-        "Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package "
-        "must be installed. Those need model.dtype=bfloat16, and are compared with torch's results at the start.",
-        choices=("auto", "fa3", "fa4"),
-        resume=True,
-    )
-    recompute: str = key(
-        "none",
-        "Activations recomputed in the backward pass: none, selective (attention; megatron only), or full (whole "
-        "layers).",
-        choices=("none", "selective", "full"),
-        resume=True,
-    )
-    fsdp_cpu_offload: bool = key(
-        False,
-        "fsdp2: keep sharded parameters, gradients and optimizer state in host memory and copy one layer at a time to "
-        "the GPU. actor.offload_train is then ignored.",
-        resume=True,
-    )
-    offload_train: bool = key(
-        False,
-        "Move weights, gradients and optimizer state to host memory between calls on the actor. Results are bit-exact; "
-        "a step takes longer by the time of the copies. See docs/memory.md.",
-        resume=True,
-    )
-    packing: bool | None = key(
-        None,
-        "Concatenate the sequences of a micro-batch instead of padding each to the longest. auto = unless the model "
-        "does not support it.",
-        resume=True,
-    )
-    micro_batch_size: int = key(
-        8, "Sequences of one forward pass; used if max_tokens_per_micro_batch is 0.", gt=0, resume=True
-    )
+    strategy: str = key(AUTO, choices=(AUTO, *BACKENDS))
+    """Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard
+    around the Hugging Face model, data and context parallel. auto = megatron if it supports model and settings,
+    else fsdp2. See docs/models.md."""
+    tp: int = key(1, gt=0, resume=True)
+    """Tensor parallel size."""
+    pp: int = key(1, gt=0, resume=True)
+    """Pipeline parallel size."""
+    vpp: int = key(1, gt=0, resume=True)
+    """Model chunks of each pipeline stage (interleaved 1F1B): smaller pipeline bubbles, more messages; 1 = off."""
+    cp: int = key(1, gt=0, resume=True)
+    """Context parallel size: neighboring ranks that share each micro-batch, a part of the columns each, so that
+    activations of a sequence are split. In attention they exchange columns for heads, so cp divides the model's
+    attention heads / tp."""
+    ep: int = key(1, gt=0, resume=True)
+    """Expert parallel size: neighboring ranks of a pipeline stage that share the experts. Mixture-of-experts
+    students only."""
+    sequence_parallel: bool = key(False, resume=True)
+    """Split activations between tensor-parallel regions along the sequence; needs actor.tp > 1."""
+    layers: str = key("auto", choices=("auto", "torch", "te"), resume=True)
+    """megatron: modules of the layers. auto = Megatron's own, on cuda with SwiGLU and the rotary embedding compiled
+    to one kernel each (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which
+    must be installed."""
+    attention: str = key("auto", choices=("auto", "fa3", "fa4"), resume=True)
+    """Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package
+    must be installed. Those need model.dtype=bfloat16, and are compared with torch's results at the start."""
+    recompute: str = key("none", choices=("none", "selective", "full"), resume=True)
+    """Activations recomputed in the backward pass: none, selective (attention; megatron only), or full (whole
+    layers)."""
+    fsdp_cpu_offload: bool = key(False, resume=True)
+    """fsdp2: keep sharded parameters, gradients and optimizer state in host memory and copy one layer at a time to
+    the GPU. actor.offload_train is then ignored."""
+    offload_train: bool = key(False, resume=True)
+    """Move weights, gradients and optimizer state to host memory between calls on the actor. Results are bit-exact;
+    a step takes longer by the time of the copies. See docs/memory.md."""
+    packing: bool | None = key(None, read=auto_is(None), example="auto, true or false", resume=True)
+    """Concatenate the sequences of a micro-batch instead of padding each to the longest. auto = unless the model
+    does not support it."""
+    micro_batch_size: int = key(8, gt=0, resume=True)
+    """Sequences of one forward pass; used if max_tokens_per_micro_batch is 0."""
     max_tokens_per_micro_batch: int = key(
-        0,
-        "Tokens of one forward pass, padding included, on all cp ranks together; 0 = use micro_batch_size.",
-        ge=0,
-        limits="0, or >= data.max_prompt_length + data.max_response_length",
-        resume=True,
+        0, ge=0, limits="0, or >= data.max_prompt_length + data.max_response_length", resume=True
     )
-    fused_lm_head: bool | None = key(
-        None,
-        "Compute LM head and loss in chunks of rows, so that the full logits never exist. false: all logits at once, "
-        "for models that do more with them than scale, bias and soft cap. auto = unless the model does.",
-        resume=True,
-    )
+    """Tokens of one forward pass, padding included, on all cp ranks together; 0 = use micro_batch_size."""
+    fused_lm_head: bool | None = key(None, read=auto_is(None), example="auto, true or false", resume=True)
+    """Compute LM head and loss in chunks of rows, so that the full logits never exist. false: all logits at once,
+    for models that do more with them than scale, bias and soft cap. auto = unless the model does."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 
-from gkd.config.declare import IF_NO_REWARD, Key, file_key, key
+from gkd.config.declare import IF_CONSTANT, IF_NO_REWARD, Key, auto_is, file_key, key
 from gkd.config.schema_actor import ActorConfig
 from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
-from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import ConfigError
-from teacher_server.config.declare import declared
+from teacher_server.config.declare import Declared, keys_of
 
 EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT = "exact_match", "math_verify", "length", "environment"
 REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.worker`
@@ -27,29 +26,28 @@ COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answ
 NO_METRIC = "none"  # eval.metric
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: OmegaConf writes into entries of keys
 class RewardFunctionConfig:
     """Entry of `reward.functions`."""
 
-    path: str = ""
-    weight: float = 1.0
+    path: str = key("", choices=REWARD_NAMES, paths=True)
+    weight: float = key(1.0)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     functions: list[RewardFunctionConfig] = key(
         [],
-        "Functions that judge the student's responses, a list of {path, weight}: exact_match, math_verify, length, or "
-        "module:function of a function (prompt, response, row) -> float. Their weighted sum is the reward. Empty = no "
-        "rewards. docs/losses.md.",
+        example="a list, e.g. [{path: exact_match}, {path: my.module:fn, weight: 0.5}]",
         limits="each path once, weights not 0",
     )
-    workers: int = key(
-        2, "Processes that call the functions, over all data-parallel groups; each has at least one.", gt=0, resume=True
-    )
-    timeout_s: float = key(
-        10.0, "Seconds that one call of a function may take; a longer one ends the run.", gt=0, resume=True
-    )
+    """Functions that judge the student's responses, a list of {path, weight}: exact_match, math_verify, length, or
+    module:function of a function (prompt, response, row) -> float. Their weighted sum is the reward. Empty = no
+    rewards. docs/losses.md."""
+    workers: int = key(2, gt=0, resume=True)
+    """Processes that call the functions, over all data-parallel groups; each has at least one."""
+    timeout_s: float = key(10.0, gt=0, resume=True)
+    """Seconds that one call of a function may take; a longer one ends the run."""
 
 
 # Names of the checks; `gkd.metrics.health_checks` has their thresholds and reasons.
@@ -61,102 +59,170 @@ HEALTH_CHECKS = (
 
 @dataclass(frozen=True)
 class HealthConfig:
-    on_alarm: str = key(
-        "warn",
-        "What a new alarm of a health check does. warn: one log line. pause: save the step, then wait until "
-        "run_dir/continue exists. stop: save the step, then end with an error. See docs/health.md.",
-        choices=("warn", "pause", "stop"),
-        resume=True,
-    )
+    on_alarm: str = key("warn", choices=("warn", "pause", "stop"), resume=True)
+    """What a new alarm of a health check does. warn: one log line. pause: save the step, then wait until
+    run_dir/continue exists. stop: save the step, then end with an error. See docs/health.md."""
     limits: dict[str, float] = key(
         {},
-        "Other limits of some checks, e.g. {truncated: 0.9, no_gap: 0}; 0 leaves a check out. See docs/health.md.",
-        limits=f"numbers >= 0 for {', '.join(HEALTH_CHECKS)}",
+        example="names with numbers, e.g. {truncated: 0.9}",
+        choices=HEALTH_CHECKS,
+        ge=0,
+        limits="numbers >= 0",
         resume=True,
     )
+    """Other limits of some checks, e.g. {truncated: 0.9, no_gap: 0}; 0 leaves a check out. See docs/health.md."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: list[str] = file_key(
-        [],
-        "Prompt files, JSONL or parquet by their ending; also hf://datasets/ORG/NAME[@REVISION]/FILE. Required. "
-        "docs/operations.md.",
-        required="name one or more prompt files, like [data/train.jsonl].",
+    train_files: list[str] = file_key([], required="name one or more prompt files, like [data/train.jsonl].")
+    """Prompt files, JSONL or parquet by their ending; also hf://datasets/ORG/NAME[@REVISION]/FILE. Required.
+    docs/operations.md."""
+    val_files: list[str] = file_key([])
+    """Held-out prompt files for evaluation; empty = no evaluation."""
+    prompt_key: str = key("prompt")
+    """Column of the prompt: text, or messages for the chat template: {role, content} or {from, value}, as a list or
+    as JSON text. Contents are text or lists of text parts."""
+    response_key: str = key("response")
+    """Column of the dataset's response, text or one assistant message; needed if distill.on_policy_share is below
+    1. Empty = the last message of the prompt, which must then be the assistant's."""
+    answer_key: str = key("answer")
+    """Column of the reference answer, for exact_match and math_verify (eval.metric, reward.functions)."""
+    teacher_prompt_key: str = key("")
+    """Column of the prompt that the teacher scores the responses after, a string or messages, instead of the
+    student's. Rows without it: the student's prompt. Empty = the same prompt for both. docs/losses.md."""
+    tools_key: str = key("")
+    """Column of the tools that a prompt offers, for the chat template: a list of {type: function, function: {name,
+    ...}}, or such a list as JSON text; null or empty = none. Empty = no tools. docs/data.md."""
+    images_key: str = key("")
+    """Column of the images of a prompt, in the order of their places in it; empty = no images. docs/data.md."""
+    messages_key: str = key("")
+    """Column of whole conversations, in place of prompt_key and response_key: the prompt stands before the first
+    message of the assistant, and all later ones are dataset responses. Empty = prompts. docs/data.md."""
+    max_prompt_length: int = key(1024, gt=0)
+    """Longest prompt in tokens."""
+    max_teacher_prompt_length: int = key(0, ge=0)
+    """Longest prompt of the teacher in tokens, if it has its own; 0 = max_prompt_length. A longer one is never
+    truncated: it is an error, or the row is omitted with truncation drop."""
+    max_response_length: int = key(1024, gt=0)
+    """Longest response in tokens; a rollout that reaches it ends with finish_reason "length"."""
+    truncation: str = key("error", choices=("error", "drop", "left", "right"))
+    """Handling of longer prompts: error, drop (omit the row; the number is logged), left (keep the end, behind the
+    token that begins a sequence) or right (keep the start; without chat template only)."""
+    chat_template: str = key("auto", choices=("auto", "always", "never"))
+    """Whether to apply the tokenizer's chat template; auto = if it has one. A text that begins as the template's
+    prompts do is rendered already, and is used as it is."""
+    chat_template_kwargs: dict[str, Any] = key({}, limits="variables of the template")
+    """Variables of the chat template, for example {enable_thinking: false}."""
+    system_prompt: str = key("", limits="a text that the chat template takes")
+    """Text of a system message in front of each prompt that has none, also of the teacher's. Empty = no such
+    message. docs/data.md."""
+    shuffle: bool = key(True)
+    """Shuffle the prompts in each epoch, from data.seed and the epoch number."""
+    seed: int = key(1, ge=0)
+    """Seed of the prompt order and of sampling."""
+    teacher_key: str = key("")
+    """Column that names a row's teacher, one of teacher.routes; needed with routes."""
+    domain_shares: dict[str, float] = key({}, gt=0, limits="each of teacher.routes")
+    """Shares of the prompts of a batch by route, exact over time, e.g. {math: 3, code: 1}; each route has an order
+    of its own. Empty = as the files have them."""
+
+
+# Values of `trainer.scheduler`: how far rollouts run ahead of training, and what a step trains on.
+#
+# sync            generate a batch with the newest weights, then train on it
+# one_step_off    generate the next batch while training on this one
+# two_step_off    prefetch two batches: while one is trained on, one is scored and one is generated
+# stream          no batches in the engines: prompts enter one by one, weights are updated in the middle of responses,
+#                 and a step trains on prompts that are finished, while the last ones of its batch are generated
+#
+# AHEAD holds the number of prefetched batches. Each is generated with one version of the weights, so this is also its
+# staleness.
+AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
+STREAM = "stream"
+
+# Numbers of an evaluation whose best is the smallest.
+SMALLER_IS_BETTER = ("eval/kl", "eval/reverse_kl", "eval/end_kl_share", "eval/sure_and_wrong_share")
+TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    device: str = key("auto", choices=("auto", "cuda", "cpu"))
+    """auto = cuda if there is a GPU. On cpu a "GPU" of a pool is one process."""
+    cpu_cores: int = key(0, ge=0, resume=True)
+    """On the CPU: cores of each node that actor and engines compute on; 0 = all that the trainer may use. With
+    scheduler=sync each of both has all of them, otherwise half. Another number changes the last bits of results."""
+    scheduler: str = key("sync", choices=(*AHEAD, STREAM))
+    """Overlap of rollouts with training: sync (none, staleness 0), one_step_off or two_step_off (prefetch one or
+    two batches), or stream (continuous generation, weights updated mid-response). See docs/architecture.md."""
+    max_staleness: int = key(1, ge=0)
+    """stream: largest number of steps between the start of a response and the step that trains on it. 2 is faster
+    if a few responses are much longer than the others."""
+    record_batches: bool = key(False, resume=True)
+    """Keep the rollouts and scores of every step in run_dir/batches, for trainer.replay."""
+    replay: str = file_key("", resume=True)
+    """Batches folder of a run with record_batches: train on its batches, in its order. With the same settings and
+    layout the results are bit-exact. Empty = off."""
+    total_epochs: int = key(1, gt=0, resume=IF_CONSTANT)
+    """Passes over train_files, unless total_steps ends the run first."""
+    total_steps: int = key(0, ge=0, resume=IF_CONSTANT)
+    """Optimizer steps; 0 = no limit."""
+    n_gpus_per_node: int = key(1, gt=0, resume=True)
+    """GPUs per node of the actor pool. Times trainer.nnodes: actor.tp x actor.cp x actor.pp x data parallel."""
+    nnodes: int = key(1, gt=0, resume=True)
+    """Nodes of the actor pool."""
+    global_batch_size: int = key(64, gt=0, limits=">= data-parallel size")
+    """Prompts of one optimizer step; each gets rollout.n responses."""
+    run_dir: str = file_key("", required="name a folder, e.g. runs/my_run.", resume=True)
+    """Folder of the run: resolved config, metrics.jsonl, checkpoints, export. Required."""
+    loggers: list[str] = key([], choices=TRACKER_NAMES, limits="each once", resume=True)
+    """Experiment trackers that receive every number of metrics.jsonl, too. Each needs the extra of its name. See
+    docs/run-folder.md."""
+    project_name: str = key("gkd", required="give a name, e.g. gkd.", limits="not empty", resume=True)
+    """Project of wandb and trackio, experiment of mlflow. A run there has the name of its folder."""
+    progress: str = key("auto", choices=("auto", "panel", "lines", "off"), resume=True)
+    """What the driver shows on stderr. lines: one line per step, and a line in each long silence. panel: a live
+    panel instead. auto: panel on a terminal, otherwise lines. off: neither."""
+    profile_steps: list[str] = key([], limits="steps >= 1, or ranges of them like 10-12", resume=True)
+    """Steps in which torch's profiler runs on actor rank 0, like [3, 10-12]. Traces go to run_dir/profile; such a
+    step is slower."""
+    resume: str = file_key("never", limits="never, auto or a folder", resume=True)
+    """never: refuse a run_dir with a run in it. auto: resume from its newest undamaged checkpoint. A checkpoint
+    folder (.../checkpoints/step_N): rewind to it, or branch into a new run_dir. See docs/operations.md."""
+    max_restarts: int = key(0, ge=0, resume=True)
+    """How often a run whose rank died, failed or hangs in the training loop starts again by itself, from its newest
+    checkpoint. See docs/operations.md."""
+    save_every: int | str = key(
+        "30min",
+        example="steps, e.g. 100, or a time, e.g. 30min",
+        limits="steps >= 0, or a time such as 45s, 30min, 2h",
+        resume=True,
     )
-    val_files: list[str] = file_key([], "Held-out prompt files for evaluation; empty = no evaluation.")
-    prompt_key: str = key(
-        "prompt",
-        "Column of the prompt: text, or messages for the chat template: {role, content} or {from, value}, as a list or "
-        "as JSON text. Contents are text or lists of text parts.",
+    """Steps or time between checkpoints; 0 = only at the end. An interrupt and a lost teacher save the last step,
+    too. See docs/operations.md."""
+    keep_last: int = key(2, gt=0, resume=True)
+    """Newest checkpoints to keep."""
+    keep_best: str = key("", limits="eval/... or domain/.../accuracy, with data.val_files", resume=True)
+    """Number of an evaluation, such as eval/accuracy or eval/kl: the step with the best one is saved and never
+    deleted; the file checkpoints/best names it. Best is the smallest KL, end_kl_share or sure_and_wrong_share, else
+    the largest. Empty = off."""
+    colocate: bool = key(False, resume=True)
+    """Let actor and engines share the same GPUs by turns, offloading the idle side to host memory. Needs pools of
+    equal size and scheduler=sync. See docs/memory.md."""
+    init_timeout_s: float = key(600.0, gt=0, resume=True)
+    """Seconds to wait for free GPUs, and then for all ranks to start. After that the run stops and reports late
+    ranks; all stacks are in run_dir/stacks.txt."""
+    stage_timeout_s: float = key(
+        1800.0, gt=0, limits="zmq: > teacher.outage_budget_s + teacher.request_timeout_s", resume=True
     )
-    response_key: str = key(
-        "response",
-        "Column of the dataset's response, text or one assistant message; needed if distill.on_policy_share is below "
-        "1. Empty = the last message of the prompt, which must then be the assistant's.",
-    )
-    answer_key: str = key(
-        "answer", "Column of the reference answer, for exact_match and math_verify (eval.metric, reward.functions)."
-    )
-    teacher_prompt_key: str = key(
-        "",
-        "Column of the prompt that the teacher scores the responses after, a string or messages, instead of the "
-        "student's. Rows without it: the student's prompt. Empty = the same prompt for both. docs/losses.md.",
-    )
-    tools_key: str = key(
-        "",
-        "Column of the tools that a prompt offers, for the chat template: a list of {type: function, function: {name, "
-        "...}}, or such a list as JSON text; null or empty = none. Empty = no tools. docs/data.md.",
-    )
-    images_key: str = key(
-        "",
-        "Column of the images of a prompt, in the order of their places in it; empty = no images. docs/data.md.",
-    )
-    messages_key: str = key(
-        "",
-        "Column of whole conversations, in place of prompt_key and response_key: the prompt stands before the first "
-        "message of the assistant, and all later ones are dataset responses. Empty = prompts. docs/data.md.",
-    )
-    max_prompt_length: int = key(1024, "Longest prompt in tokens.", gt=0)
-    max_teacher_prompt_length: int = key(
-        0,
-        "Longest prompt of the teacher in tokens, if it has its own; 0 = max_prompt_length. A longer one is never "
-        "truncated: it is an error, or the row is omitted with truncation drop.",
-        ge=0,
-    )
-    max_response_length: int = key(
-        1024, 'Longest response in tokens; a rollout that reaches it ends with finish_reason "length".', gt=0
-    )
-    truncation: str = key(
-        "error",
-        "Handling of longer prompts: error, drop (omit the row; the number is logged), left (keep the end, behind the "
-        "token that begins a sequence) or right (keep the start; without chat template only).",
-        choices=("error", "drop", "left", "right"),
-    )
-    chat_template: str = key(
-        "auto",
-        "Whether to apply the tokenizer's chat template; auto = if it has one. A text that begins as the template's "
-        "prompts do is rendered already, and is used as it is.",
-        choices=("auto", "always", "never"),
-    )
-    chat_template_kwargs: dict[str, Any] = key(
-        {}, "Variables of the chat template, for example {enable_thinking: false}.", limits="variables of the template"
-    )
-    system_prompt: str = key(
-        "",
-        "Text of a system message in front of each prompt that has none, also of the teacher's. Empty = no such "
-        "message. docs/data.md.",
-        limits="a text that the chat template takes",
-    )
-    shuffle: bool = key(True, "Shuffle the prompts in each epoch, from data.seed and the epoch number.")
-    seed: int = key(1, "Seed of the prompt order and of sampling.", ge=0)
-    teacher_key: str = key("", "Column that names a row's teacher, one of teacher.routes; needed with routes.")
-    domain_shares: dict[str, float] = key(
-        {},
-        "Shares of the prompts of a batch by route, exact over time, e.g. {math: 3, code: 1}; each route has an order "
-        "of its own. Empty = as the files have them.",
-        limits="each of teacher.routes, > 0",
-    )
+    """Seconds to wait for a training step, scores, a weight sync or the next rollout before the run stops and
+    reports where ranks hang."""
+
+    @property
+    def staleness_bound(self) -> int:
+        """Return the most steps between the oldest weights that generated a sequence and the step that trains on it."""
+        return AHEAD.get(self.scheduler, self.max_staleness)
 
 
 Vision: TypeAlias = Literal["none", "frozen", "trained"]  # what becomes of a student's vision tower; none: not built
@@ -164,85 +230,54 @@ Vision: TypeAlias = Literal["none", "frozen", "trained"]  # what becomes of a st
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = file_key(
-        "",
-        "The student: a folder in Hugging Face format (config.json, safetensors, tokenizer), or a model on the hub: "
-        "ORG/NAME[@REVISION]. Required. docs/operations.md.",
-        required="give a folder in Hugging Face format, or ORG/NAME of the hub.",
-    )
-    dtype: str = key("bfloat16", "dtype of the weights, also in the rollout engine.", choices=("bfloat16", "float32"))
-    trust_remote_code: bool = key(False, "Let transformers run Python code from the model folder.")
-    freeze_vision: bool = key(True, "Do not train the vision tower and its projection. Only with data.images_key.")
-    n_vocab: int = key(
-        0,
-        "Token ids that the student generates and is trained on: 0 to n_vocab - 1. The other rows of its embedding are "
-        "masked. 0 = the ids that it shares with its teachers.",
-        ge=0,
-    )
+    path: str = file_key("", required="give a folder in Hugging Face format, or ORG/NAME of the hub.")
+    """The student: a folder in Hugging Face format (config.json, safetensors, tokenizer), or a model on the hub:
+    ORG/NAME[@REVISION]. Required. docs/operations.md."""
+    dtype: str = key("bfloat16", choices=("bfloat16", "float32"))
+    """dtype of the weights, also in the rollout engine."""
+    trust_remote_code: bool = key(False)
+    """Let transformers run Python code from the model folder."""
+    freeze_vision: bool = key(True)
+    """Do not train the vision tower and its projection. Only with data.images_key."""
+    n_vocab: int = key(0, ge=0)
+    """Token ids that the student generates and is trained on: 0 to n_vocab - 1. The other rows of its embedding are
+    masked. 0 = the ids that it shares with its teachers."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = key(
-        0, "Steps between evaluations; 0 = only before the first and after the last step.", ge=0, resume=True
-    )
-    max_prompts: int = key(200, "Held-out prompts to use, the first ones of val_files; 0 = all.", ge=0, resume=True)
-    metric: str = key(
-        NO_METRIC,
-        "Function that judges greedy responses, as in reward.functions. exact_match: the text after the last "
-        "eval.answer_marker equals the answer column. none: KL, and responses to read in samples/.",
-        limits="none, or as reward.functions",
-        resume=True,
-    )
-    n: int = key(
-        1,
-        "Sampled responses per held-out prompt, for the KL and, above 1, for eval/pass_at_k of eval.metric.",
-        gt=0,
-        resume=True,
-    )
-    answer_marker: str = key(
-        "=",
-        "Text before the answer in responses, and in reference answers that contain it.",
-        limits="not empty for exact_match",
-        resume=IF_NO_REWARD,
-    )
+    every: int = key(0, ge=0, resume=True)
+    """Steps between evaluations; 0 = only before the first and after the last step."""
+    max_prompts: int = key(200, ge=0, resume=True)
+    """Held-out prompts to use, the first ones of val_files; 0 = all."""
+    metric: str = key(NO_METRIC, choices=(NO_METRIC, *REWARD_NAMES), paths=True, resume=True)
+    """Function that judges greedy responses, as in reward.functions. exact_match: the text after the last
+    eval.answer_marker equals the answer column. none: KL, and responses to read in samples/."""
+    n: int = key(1, gt=0, resume=True)
+    """Sampled responses per held-out prompt, for the KL and, above 1, for eval/pass_at_k of eval.metric."""
+    answer_marker: str = key("=", limits="not empty for exact_match", resume=IF_NO_REWARD)
+    """Text before the answer in responses, and in reference answers that contain it."""
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    strategy: str = key(
-        "auto",
-        "Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes: "
-        "resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction leaves a "
-        "tenth of the GPU free, else offload).",
-        choices=("auto", "resident", "offload"),
-        resume=True,
-    )
+    strategy: str = key("auto", choices=("auto", "resident", "offload"), resume=True)
+    """Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes:
+    resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction leaves a
+    tenth of the GPU free, else offload)."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    ray_address: str = key(
-        "",
-        "HOST:PORT of a running Ray cluster; empty = start one on this machine. Pools of several nodes need it.",
-        resume=True,
-    )
-    gpus: list[int] = key(
-        [],
-        "GPU numbers of a node, as in nvidia-smi, that the pools may use, in ascending order. auto or empty = all that "
-        "are visible, without those of a teacher server on this host. See docs/operations.md for CUDA_VISIBLE_DEVICES "
-        "and running clusters.",
-        limits="auto, or each >= 0 and once",
-        resume=True,
-    )
-    teacher_gpu_share: float = key(
-        0.0,
-        "Share of each of the pools' GPUs that teacher servers on the same GPUs take: their --gpu-memory-utilization. "
-        "Automatic gpus then include theirs. 0 = they have GPUs of their own (docs/memory.md).",
-        ge=0,
-        lt=1,
-        resume=True,
-    )
+    ray_address: str = key("", resume=True)
+    """HOST:PORT of a running Ray cluster; empty = start one on this machine. Pools of several nodes need it."""
+    gpus: list[int] = key([], read=auto_is([]), ge=0, limits="each once, or auto", resume=True)
+    """GPU numbers of a node, as in nvidia-smi, that the pools may use, in ascending order. auto or empty = all that
+    are visible, without those of a teacher server on this host. See docs/operations.md for CUDA_VISIBLE_DEVICES and
+    running clusters."""
+    teacher_gpu_share: float = key(0.0, ge=0, lt=1, resume=True)
+    """Share of each of the pools' GPUs that teacher servers on the same GPUs take: their --gpu-memory-utilization.
+    Automatic gpus then include theirs. 0 = they have GPUs of their own (docs/memory.md)."""
 
 
 @dataclass(frozen=True)
@@ -290,33 +325,13 @@ class Sections:
                 raise self.error(name, problem, fix)
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredKey:
-    """A key by its dotted name, with what the schema declares of it."""
-
-    name: str
-    type: str  # annotation, e.g. "list[str]"
-    default: Any
-    key: Key
+@functools.cache
+def all_keys() -> Mapping[str, Declared[Key]]:
+    """Return every key by its dotted name, in the schema's order."""
+    return keys_of(Sections, Key)
 
 
 @functools.cache
-def all_keys() -> Mapping[str, DeclaredKey]:
-    """Return every key by its dotted name, in the schema's order."""
-    return {each.name: each for each in _walk(Sections, "")}
-
-
-def sections() -> set[str]:
+def sections() -> frozenset[str]:
     """Return the dotted names of all sections, e.g. `actor` and `actor.optim`."""
-    return {name.rpartition(".")[0] for name in all_keys()}
-
-
-def _walk(cls: type, prefix: str) -> Iterator[DeclaredKey]:
-    for item in dataclasses.fields(cls):
-        setting = declared(item)
-        default = item.default_factory() if callable(item.default_factory) else item.default
-        if setting is None:
-            yield from _walk(type(default), f"{prefix}{item.name}.")
-        else:
-            assert isinstance(setting, Key)
-            yield DeclaredKey(f"{prefix}{item.name}", str(item.type), default, setting)
+    return frozenset(name.rpartition(".")[0] for name in all_keys())

@@ -1,7 +1,8 @@
-"""Print the summary at the end of a run, and the commands that follow."""
+"""Print the summary at the end of a run and the commands that follow; write the model card of its export."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -18,7 +19,8 @@ from gkd.config.schema import Config
 from gkd.console.numbers import count, seconds
 from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
-from gkd.run.folder import CHECKPOINTS, EXPORT
+from gkd.run.disk import naming, replace_file
+from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, EXPORT
 from teacher_server.config.command import gkd_words
 
 # Steps that `gkd split` leaves out at the start of a run (loading, compiling, first caches), and needs after them.
@@ -78,6 +80,32 @@ def summary(state: RunState) -> list[tuple[str, str]]:
     return rows + [(f"validation {SCORES[key]}", changed(key, *values)) for key, values in state.scores().items()]
 
 
+def write_card(out: Path, root: Path, config: Config, state: RunState, step: int) -> None:
+    """Write the README.md of an export: what the student of the run `root` was made of, and what changed until `step`.
+
+    Raises CheckpointError: the file cannot be written.
+    """
+    teacher = json.loads((root / "teacher.json").read_text())
+    terms = config.derived.loss.terms
+    rows = {
+        "base model": config.model.path,
+        "teacher": ", ".join(dict.fromkeys(each["name"] for each in teacher.get("routes", {"": teacher}).values())),
+        "prompts": ", ".join(config.data.train_files),
+        "loss": " + ".join(term.name if term.weight == 1 else f"{term.weight:g} {term.name}" for term in terms),
+        "steps": f"{step}, of {config.trainer.global_batch_size} prompts",
+        **{f"validation {SCORES[key]}": changed(key, *values) for key, values in state.scores().items()},
+        "version of gkd": metadata.version("gkd"),
+    }
+    if (root / ENVIRONMENT).exists():
+        start = (root / ENVIRONMENT).read_text().partition("\n")[0]
+        rows["command"] = shlex.join(json.loads(start)["command"])
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [distillation, gkd]", "---"]
+    lines += [f"# {root.absolute().name}, step {step}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {text.replace('|', '&#124;')} |" for name, text in rows.items()]
+    with naming(out):
+        replace_file(out / "README.md", "\n".join([*lines, ""]).encode())
+
+
 _TITLES = {0: "run finished", 1: "run failed", 130: "run interrupted"}
 
 
@@ -125,6 +153,9 @@ class Closing:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
         run, gkd = shlex.quote(str(self._root)), shlex.join(gkd_words())
         commands = [serve_command(self._root / EXPORT), f"{gkd} report {run}"]
+        best = CheckpointStore(self._root / CHECKPOINTS).best()
+        if best is not None and self.state is not None and best.step < self.state.step:
+            commands.append(f"{gkd} export {run} --best --out {run}/export_of_step_{best.step}")
         if self._config.trainer.colocate or self._config.derived.teacher_pool:
             return [*commands, f"{gkd} memory --config {run}/config.yaml"]
         return [*commands, f"{gkd} split {run}"] if self._has_split() else commands

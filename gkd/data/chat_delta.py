@@ -2,32 +2,25 @@
 
 ids(t+1) = ids(t) + generated ids + delta(messages). Generated ids stay as they were sampled, with their end token. The
 delta is what the chat template writes from that token to the next answer, in a short conversation. Before the first use
-of a sequence of roles, `gkd.data.chat_frame` proves that it is the same in others.
-
-Whole conversations of a dataset (data.messages_key) become trajectories of the same form. The prompt is what stands
-before the first message of the assistant that is learned. The response is all that follows, up to the last one: the
-assistant's texts, each with its end token, are learned, and the messages between them are rendered as those of an
-environment. A text of the assistant that is not learned (`weight: 0`) is read like them.
+of a sequence of roles, `ChatTemplate.frame_behind` proves that it is the same in others.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from gkd.config.schema_sections import DataConfig
-from gkd.data.chat_frame import ANSWER, QUESTION, START, TAG, THOUGHT, WHY, ChatFrames, Message, TemplateFailed, said
-from gkd.data.conversation import Conversation, Setting, Turn, quoted, read_tools, unicode_problem
-from gkd.data.render import PromptRenderer, Rendered
+from gkd.data.conversation import Conversation, Setting, quoted, read_tools, unicode_problem
+from gkd.data.render import PromptRenderer
+from gkd.data.template import ANSWER, QUESTION, START, TAG, THOUGHT, ChatTemplate, Frame, Message, TemplateFailed, said
 from gkd.errors import ConfigError, DataError
 
+_PROBE = ' \n A"b\\<é>🙂\tz\n '  # a text that shows what a template changes
 _SHORTEST_LINE = 4  # characters
 
 
@@ -59,35 +52,32 @@ class ChatDelta:
         *,
         setting: Setting,
     ) -> None:
-        self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(*setting, "this tokenizer has no chat template.", "add one to the tokenizer.")
+        self._tokenizer = tokenizer
+        self._end_ids = frozenset(end_ids)
         renderer = PromptRenderer(tokenizer, "auto", variables)
         tools = read_tools(list(tools), setting, "the environment")
         try:
             renderer.render(Conversation((QUESTION,), tools=tools), setting, "the environment")
-            self._frames = ChatFrames(tokenizer, {**variables, "tools": list(tools)} if tools else variables, end_ids)
-        except (ConfigError, TemplateFailed) as error:
-            problem = error.problem if isinstance(error, ConfigError) else f"{error}."
-            raise ConfigError(*setting, problem, "use another model, or correct its template.") from error
-        self._forms: dict[str, Callable[[str], str]] = {}
-        self._reasons: dict[str, str] = {}
+        except ConfigError as error:
+            raise ConfigError(*setting, error.problem, "use another model, or correct its template.") from error
+        self._template = ChatTemplate(tokenizer, {**variables, "tools": list(tools)} if tools else variables, end_ids)
+        self._reasons: dict[str, str] = {}  # why a role is lacking
         for role in ("tool", "user"):
             try:
-                self._forms[role] = self._frames.form(role)
+                self._delta([said(role, _PROBE)])
             except DataError as error:
                 self._reasons[role] = str(error)
-        self.roles = frozenset(self._forms)
-        ends = {self._frames.frame([role]).end for role in self.roles}
+        self.roles = frozenset({"tool", "user"} - self._reasons.keys())
+        ends = {self._template.frame_behind([role]).end for role in self.roles}
         if len(ends) != 1 or (tools and "tool" not in self.roles):
             reasons = [f"role {role}: {reason}" for role, reason in self._reasons.items()]
             problem = "; ".join(reasons) or f"the end token depends on the role that follows: {', '.join(sorted(ends))}"
             fix = "use a model whose template writes these messages and ends each turn with one of its end tokens."
             raise ConfigError(*setting, f"the chat template cannot continue a turn. {problem}.", fix)
         (end,) = ends
-        self.end_id = next(i for i in end_ids if self._frames.added.get(i) == end)
+        self.end_id = next(i for i in end_ids if self._template.added.get(i) == end)
         self._marker = re.compile("|".join(re.escape(marker) for marker in {*self._markers()} if marker.strip()))
-        self.remark = _differences(self._frames, self.roles)
+        self.remark = _Remark(self._template, self.roles).text()
 
     def text(self, ids: np.ndarray) -> str:
         """Return a turn as the environment reads it: without its end token, and with other special tokens.
@@ -114,22 +104,28 @@ class ChatDelta:
             raise DataError(f"the environment returned {quoted(messages)}, expected a list of messages.")
         for i, message in enumerate(messages, 1):
             self._check(message, f"message {i} of the environment")
-        frame = self._frames.frame([message["role"] for message in messages])
-        delta = self._frames.split([*START, *messages])[2]
-        if delta != frame.around([self._forms[message["role"]](message["content"]) for message in messages]):
-            raise DataError(f"the chat template changes the messages of the environment: it writes {quoted(delta)}.")
-        ids = self._frames.encode(frame.end, delta)
+        frame, delta = self._delta(messages)
+        ids = self._template.encode(frame.end, delta)
         # A normalizer can make special tokens of characters in which the search for markers finds none.
-        if frame.order != (found := tuple(i for i in ids if i in frame.watched)):
-            special = self._tokenizer.convert_ids_to_tokens(list(Counter(found) - Counter(frame.order)))
+        if frame.order != (order := tuple(i for i in ids if i in frame.watched)):
+            special = self._tokenizer.convert_ids_to_tokens(list(Counter(order) - Counter(frame.order)))
             raise DataError(f"messages of the environment have the special tokens {special}: {quoted(delta)}.")
         return np.asarray(ids, dtype=np.int32)
+
+    def _delta(self, messages: Sequence[Message]) -> tuple[Frame, str]:
+        """Return the frame of messages, and the text of the delta. Raises DataError if the template changes a text."""
+        frame = self._template.frame_behind([message["role"] for message in messages])
+        delta = self._template.split([*START, *messages])[2]
+        if not frame.holds(delta, messages):
+            raise DataError(f"the chat template changes the messages of the environment: it writes {quoted(delta)}.")
+        return frame, delta
 
     def _check(self, message: Message, name: str) -> None:
         """Raise DataError unless a message has a role that works and a valid text without markers."""
         if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
             raise DataError(f"{name} is {quoted(message)}, expected the keys role and content.")
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         if not isinstance(role, str) or role not in self.roles:
             reason = self._reasons.get(role, "") if isinstance(role, str) else ""
             expected = f"expected {' or '.join(sorted(self.roles))}"
@@ -138,146 +134,104 @@ class ChatDelta:
             raise DataError(f"{name} has {quoted(content)} as content, expected text.")
         if problem := unicode_problem(content):
             raise DataError(f"{name} {problem}.")
-        if found := self._marker.search(content):
-            raise DataError(f"{name} is {quoted(content)}, with {found[0]!r}, which separates messages.")
+        if marker := self._marker.search(content):
+            raise DataError(f"{name} is {quoted(content)}, with {marker[0]!r}, which separates messages.")
 
     def _markers(self) -> Iterator[str]:
         """Yield texts by which the model tells messages apart, so that no observation may hold them.
 
         Special tokens of another form than a tag are found in the ids.
         """
-        frames = self._frames
-        for roles in (("tool", "tool"), ("user", "user"), ("tool", "user")):
-            with suppress(DataError):  # Messages with these roles are refused when they come.
-                frames.frame(roles)
         yield ANSWER
-        for frame in frames.proven.values():
-            *pieces, last = frame.pieces
-            for piece in (*pieces, last.removesuffix(frames.thinking)):
-                found = set(TAG.findall(piece))
-                # Some templates write names alone, such as "ASSISTANT:". A word of letters occurs in any text.
-                lines = {line.strip() for line in piece.splitlines()} if not found else set()
-                yield from (*found, *(line for line in lines if len(line) >= _SHORTEST_LINE and not line.isalnum()))
+        pieces = list[str]()
+        for roles in (("tool",), ("user",), ("tool", "tool"), ("user", "user"), ("tool", "user")):
+            with suppress(DataError):  # Messages with these roles are refused when they come.
+                *inner, last = self._template.frame_behind(roles).pieces
+                pieces += [*inner, last.removesuffix(self._template.thinking)]
+        for piece in pieces:
+            tags = {*TAG.findall(piece)}
+            # Some templates write names alone, such as "ASSISTANT:". A word of letters occurs in any text.
+            lines = {line.strip() for line in piece.splitlines()} if not tags else set()
+            yield from (*tags, *(line for line in lines if len(line) >= _SHORTEST_LINE and not line.isalnum()))
 
 
-def _differences(frames: ChatFrames, roles: frozenset[str]) -> str:
-    """Return what the template changes in earlier turns, as one sentence."""
-    front = frames.split([*START, said(sorted(roles)[-1], "m")])[0]
-    lead, _, space = front.removeprefix(frames.prompt).partition(ANSWER)  # The history has them, and models learn to.
-    lead = lead if front.startswith(frames.prompt) and not lead.strip() else ""
-    at = frames.opening.rfind("<think>")
-    opened = frames.opening[at:] if at > frames.opening.rfind("</think>") else ""
-    thought = THOUGHT.removeprefix(opened and "<think>\n")
-    turns = {
-        "plain": [f"{lead}a{space}"],
-        "thinking": [f"{lead}{thought}a{space}"],
-        "white": [f"\n {opened and thought}a \n", f"{lead}{thought[:-2]} a\n"],
-    }
-    changed = {kind: _changed(frames, roles, opened, made) for kind, made in turns.items()}
-    empty = changed["plain"] if "</think>" in frames.opening and not opened else set()
-    thinks = [QUESTION, said("assistant", opened + turns["thinking"][0])]
-    removed = {role for role in changed["thinking"] if WHY not in _text(frames, [*thinks, said(role, "m")])}
-    unfinished = changed["plain"] if opened else set()
-    other = changed["thinking"] | (changed["plain"] - unfinished)
-    parts = (
-        ("removes the empty thinking of earlier turns", empty),
-        ("removes the thinking of earlier turns", removed - empty),
-        ("writes some earlier turns in another form", other - empty - removed),
-        ("rewrites unfinished thinking", unfinished - removed),
-        ("changes the white space of earlier turns", changed["white"] - other - unfinished),
-    )
-    told = [f"{what} when a {' or '.join(sorted(found))} message follows" for what, found in parts if found]
-    for role in sorted(roles):
-        if not (last := frames.frame([role]).pieces[-1]).endswith(frames.opening):
-            told.append(f"begins the answer to a {role} message with {last!r} instead of {frames.opening!r}")
-    if not told:
-        return ""
-    or_tool = ", or let the environment answer as role tool" if "tool" in roles and other == {"user"} else ""
-    return (
-        f"this template {' and '.join(told)}; here each turn stays as it was generated, so serve the model with a "
-        f"template that keeps it{or_tool}"
-    )
+class _Remark:
+    """Find what the template changes in earlier turns: it writes conversations of two equal turns.
 
-
-def _changed(frames: ChatFrames, roles: frozenset[str], opened: str, turns: Sequence[str]) -> set[str]:
-    """Return the roles of messages behind which the template writes one of the turns otherwise."""
-    found = {role for role in roles if any(_rewrites(frames, opened, turn, [role, role]) for turn in turns)}
-    for before, role in (("tool", "user"), ("user", "tool")):
-        if roles == {before, role} and not found & {before, role}:
-            found |= {role} if any(_rewrites(frames, opened, turn, [before, role]) for turn in turns) else set()
-    return found
-
-
-def _rewrites(frames: ChatFrames, opened: str, turn: str, roles: Sequence[str]) -> bool:
-    """Return whether the template refuses a conversation of equal turns, or writes another text than the trajectory's.
-
-    Args:
-        opened: the beginning of the turn's thinking that the prompt has already.
-    """
-    text, messages = frames.prompt, [QUESTION]
-    for role in roles:
-        frame = frames.frame([role])
-        text += turn + frame.end + frame.around(["m"])
-        messages += [said("assistant", opened + turn), said(role, "m")]
-    return _text(frames, messages) != text
-
-
-def _text(frames: ChatFrames, messages: Sequence[Message]) -> str:
-    """Return the text of a conversation, or nothing if the template refuses it."""
-    try:
-        return frames.render(messages)
-    except TemplateFailed:
-        return ""
-
-
-class DialogueReader:
-    """Return the tokens of the turns behind a prompt.
-
-    Args:
-        ends: token ids that end a turn.
-        renderer: of the prompts.
+    Each turn is written once plain, once with thinking, and with white space around it. A trajectory keeps both turns
+    as they were generated. If the template's own text of the conversation differs, the model reads other turns when it
+    is served than in training. Qwen3's template, for example, writes the thinking of the last turn alone if a question
+    follows each turn: "changes the thinking of earlier turns when a user message follows".
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int], renderer: PromptRenderer) -> None:
-        self._renderer, self._ends, self._limit = renderer, ends, config.max_response_length
-        self._setting = "data.messages_key", config.messages_key
-        # The first row with messages between its turns needs it: not all templates can continue a turn.
-        self._delta = cache(partial(ChatDelta, tokenizer, config.chat_template_kwargs, ends, setting=self._setting))
+    def __init__(self, template: ChatTemplate, roles: frozenset[str]) -> None:
+        self._template = template
+        self._roles = sorted(roles)
+        front = template.split([*START, said(self._roles[-1], "m")])[0]
+        # White space of the template around an answer, which models learn to write.
+        lead, _, space = front.removeprefix(template.prompt).partition(ANSWER)
+        lead = lead if front.startswith(template.prompt) and not lead.strip() else ""
+        self._opened = "" if "</think>" in template.thinking else template.thinking  # what a prompt has begun
+        thought = THOUGHT.removeprefix(self._opened and "<think>\n")
+        self._plain = self._changed(f"{lead}a{space}")
+        self._thought = self._changed(f"{lead}{thought}a{space}")
+        self._white = self._changed(f"\n {self._opened and thought}a \n", f"{lead}{thought[:-2]} a\n")
 
-    def read(self, prompt: Rendered, turns: Sequence[Turn], where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
+    def text(self) -> str:
+        """Return the remark; nothing if the template changes no turn."""
+        changes = defaultdict[str, list[str]](list)
+        for role in self._roles:
+            changes[self._change(role)].append(role)
+        told = [
+            f"changes the {change} of earlier turns when a {' or '.join(roles)} message follows"
+            for change, roles in changes.items()
+            if change
+        ]
+        opening = self._template.opening
+        for role in self._roles:
+            last = self._template.frame_behind([role]).pieces[-1]
+            if not last.endswith(opening):
+                told.append(f"begins the answer to a {role} message with {last!r} instead of {opening!r}")
+        if not told:
+            return ""
+        rewrites = self._thought | (set() if self._opened else self._plain)
+        or_tool = ", or let the environment answer as role tool" if rewrites == {"user"} < {*self._roles} else ""
+        return (
+            f"this template {' and '.join(told)}; here each turn stays as it was generated, so serve the model with a "
+            f"template that keeps it{or_tool}"
+        )
 
-        What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
+    def _change(self, role: str) -> str:
+        """Return what the template changes in earlier turns when a message of this role follows; or nothing."""
+        if role in self._plain and not self._opened:
+            return "empty thinking" if self._template.thinking else "form"
+        if role in self._thought:
+            return "thinking"
+        if role in self._plain:
+            return "unfinished thinking"
+        return "white space" if role in self._white else ""
 
-        Raises:
-            ConfigError: see `PromptRenderer.answer_ids` and `ChatDelta`; the template cannot write a message between.
-        """
-        parts: list[tuple[list[int], bool]] = []
-        history: list[dict[str, Any]] = []
-        for is_turn, found in groupby(turns, lambda turn: turn[0]["role"] == "assistant"):
-            read, flags = map(list, zip(*found, strict=True))
-            group = prompt, history, read, where
-            try:
-                part = self._turn(*group) if is_turn else self._between(*group, parts[-1][0][-1])
-            except DataError as error:
-                problem = f"the conversation of {where} cannot be read: {error}"
-                raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
-            parts.append((part, flags[0]))
-            history = [*history[:1], *read]  # A short history, as that of `ChatDelta`, makes the time linear.
-        ids = np.concatenate([part for part, _ in parts])[: self._limit]
-        own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
-        n = int(np.flatnonzero(own)[-1]) + 1
-        return ids[:n].astype(np.int32), own[:n]
+    def _changed(self, *turns: str) -> set[str]:
+        """Return the roles of messages behind which the template writes one of the turns otherwise."""
+        changed = {role for role in self._roles if any(self._rewrites(turn, [role, role]) for turn in turns)}
+        if len(self._roles) > 1 and not changed:
+            mixed = (self._roles, self._roles[::-1])
+            changed = {roles[-1] for roles in mixed if any(self._rewrites(turn, roles) for turn in turns)}
+        return changed
 
-    def _turn(self, prompt: Rendered, history: list[Any], messages: Sequence[Message], where: str) -> list[int]:
-        if len(messages) > 1:
-            raise DataError("it has two messages of the assistant in a row.")
-        here = self._renderer.continued(prompt, history, where) if history else prompt
-        return self._renderer.answer_ids(here, messages[0]["content"], self._ends, self._setting, where)
+    def _rewrites(self, turn: str, roles: Sequence[str]) -> bool:
+        """Return whether the template writes another text than the trajectory's, with a message behind each turn."""
+        text = self._template.prompt
+        messages = [QUESTION]
+        for role in roles:
+            frame = self._template.frame_behind([role])
+            text += turn + frame.end + frame.around(["m"])
+            messages += [said("assistant", self._opened + turn), said(role, "m")]
+        return self._written(messages) != text
 
-    def _between(self, prompt: Rendered, history: list[Any], messages: list[Any], where: str, end: int) -> list[int]:
-        if not self._delta().follows(end):
-            raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
-        plain = [said(message["role"], message["content"]) for message in messages]  # without its time, for example
-        read = (self._renderer.continued(prompt, [*history, *each], where).text for each in (plain, messages))
-        return list(map(int, self._delta().ids(plain if plain != messages and next(read) == next(read) else messages)))
+    def _written(self, messages: Sequence[Message]) -> str:
+        """Return the text of a conversation, or nothing if the template refuses it."""
+        try:
+            return self._template.render(messages)
+        except TemplateFailed:
+            return ""

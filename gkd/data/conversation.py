@@ -26,8 +26,7 @@ _SHAREGPT = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
-# What a key of a message or a column means in datasets of other frameworks (OpenAI, Mistral, TRL, verl, slime, NeMo-RL,
-# ms-swift, LlamaFactory, axolotl, torchtune), by its name in snake case. `meaning` finds others by their words.
+# Meaning -> names in snake case of keys of messages and of columns, in datasets of other frameworks.
 _NAMES = {
     "learned": ("step_loss_mask",),
     "mask": ("mask", "masks"),  # a value for each token, or one whose meaning differs
@@ -45,8 +44,7 @@ _NAMES = {
     "media": ("image", "images", "audio", "audios", "video", "videos"),  # no text stands for them
 }
 _MEANINGS = {name: kind for kind, names in _NAMES.items() for name in names}
-# Names such as loss_mask, train_on_turn, isMasked and exclude_from_loss consist of these words alone.
-_WORDS = {
+_WORDS = {  # words of names such as loss_mask, train_on_turn, isMasked and exclude_from_loss
     "learned": re.compile("loss(mask)?|train(ing|able|ed)?|learn(ed|able)?|supervised?|weights?"),
     "unlearned": re.compile("masked|ignored?|skip(ped)?|excluded?|no|not|dont"),
     "": re.compile(
@@ -59,12 +57,11 @@ _LIST = re.compile(r"\[(?:true|false|none|null|[-\s\[\],.\de+])*\]")  # numbers,
 _FLAGS = {**dict.fromkeys(("0", "false", "no", "off"), False), **dict.fromkeys(("1", "true", "yes", "on"), True)}
 _EMPTY: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # parts of an answer
-
-# Placeholders of text that each row has for itself, and the student does not read.
-_PRIVILEGED = ("answer", "response")
+_PRIVILEGED = ("answer", "response")  # placeholders for text of one row that only the teacher reads
 
 IMAGE = "\ue002"  # the place of an image in a text: a character for private use
 BORDER = "\ue000\ue001"  # between texts of a message with images, which some templates separate
+_PARTS = re.compile(f"({IMAGE})|{BORDER}")  # where a content with images or several texts is in parts
 _IMAGE_PARTS = {"image", "image_url", "input_image"}  # types of parts
 
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
@@ -76,23 +73,14 @@ Setting = tuple[str, str]  # key that a prompt comes from, and its value, for er
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The prompt of a row.
+    """The prompt of a row."""
 
-    Attributes:
-        messages: with a role and a text as content each; empty means `text` is the prompt.
-        text: of a prompt that is one string.
-        tools: that the prompt offers, in OpenAI's format.
-        response: the last assistant message with all its keys, taken off; None: the last message was another one.
-        converted: the form that was converted, to be counted; empty if there was none.
-        images: values of the parts that are images, one for each mark `IMAGE`; None: the part has no value.
-    """
-
-    messages: tuple[dict[str, Any], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()  # each has a role, and a text as content; empty: `text` is the prompt
     text: str = ""
-    tools: tuple[dict[str, Any], ...] = ()
-    response: dict[str, Any] | None = None
-    converted: str = ""
-    images: tuple[Any, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's format
+    response: dict[str, Any] | None = None  # the last message with all its keys, if it is the assistant's
+    converted: str = ""  # name of the form that was converted, to be counted
+    images: tuple[Any, ...] = ()  # the value of each part that is an image, for each mark `IMAGE`; None: it has none
 
 
 def read_conversation(
@@ -104,7 +92,6 @@ def read_conversation(
 
     Args:
         value: text, a list of messages with role and content or with from and value, or such a list as JSON text.
-        where: file and line of the row.
         from_json: the value was such a text.
 
     Raises:
@@ -310,6 +297,15 @@ def _message(
     return {**rest, "role": name, "content": text}, parts
 
 
+def in_parts(message: Message) -> Message:
+    """Return a message whose content has images or several texts with a list of parts as content."""
+    content = message["content"]
+    if not _PARTS.search(content):
+        return message
+    texts = [text for text in _PARTS.split(content) if text]
+    return {**message, "content": [{"type": "image"} if t == IMAGE else {"type": "text", "text": t} for t in texts]}
+
+
 def call_arguments(message: Mapping[str, Any]) -> list[Any]:
     """Return the arguments of each call of a message: an object, or JSON text as in OpenAI's API."""
     return [(call.get("function") or call).get("arguments", {}) for call in message.get("tool_calls", ())]
@@ -367,11 +363,7 @@ def quoted(value: Any) -> str:
 class TeacherPrompts:
     """Return the teacher's prompt of each row, before tokenization, and count them.
 
-    Args:
-        template: teacher.prompt_template.
-
-    Raises:
-        ConfigError: the template is not valid.
+    `template` is teacher.prompt_template. Raises ConfigError: it is not valid.
     """
 
     def __init__(self, config: DataConfig, template: str) -> None:
@@ -402,13 +394,9 @@ class TeacherPrompts:
         return {self._columns.get(name, name) for _, name in self._parts if name}
 
     def of(self, row: Mapping[str, Any], prompt: Conversation, where: str) -> Conversation | None:
-        """Return the row's prompt for the teacher. None means the student's prompt.
+        """Return the row's prompt for the teacher, made from the student's; None means the student's prompt.
 
         A template replaces the text of a prompt. Of messages it replaces the last one; the others stay.
-
-        Args:
-            prompt: the student's.
-            where: file and line of the row.
 
         Raises:
             ConfigError: the row lacks a column of the template, or its prompt for the teacher is unusable.
@@ -442,11 +430,7 @@ class TeacherPrompts:
     def log(self, key: str) -> None:
         """Log how many rows have a prompt for the teacher, and warn if training rows hold what differs per row.
 
-        Args:
-            key: config key of the files.
-
-        Raises:
-            ConfigError: no training row has the column.
+        `key` is the config key of the files. Raises ConfigError: no training row has the column.
         """
         setting, value = self.setting
         if not value:

@@ -16,8 +16,6 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.chat_delta import DialogueReader
-from gkd.data.chat_frame import end_of_thought
 from gkd.data.conversation import (
     ON_LEARNING,
     Conversation,
@@ -38,8 +36,10 @@ from gkd.data.conversation import (
     split_conversation,
 )
 from gkd.data.images import ImageReader, without_images
-from gkd.data.render import AS_IS, NO_THOUGHTS, SYSTEM, PromptRenderer, Rendered, Tools, has_system
+from gkd.data.render import AS_IS, SYSTEM, PromptRenderer, Rendered, has_system
+from gkd.data.responses import ResponseReader
 from gkd.data.row_files import Row, encode_row, read_rows
+from gkd.data.template import Tools, said, texts_of
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 from gkd.spans import driver
@@ -51,13 +51,11 @@ log = get_logger("data")
 
 _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN = 2000  # The log shows so much of a prompt.
-_UNENDED = "%d of %d responses never end the %s that the template opens. Fix: write %s into the responses, or %s"
 _HEADER = 20  # characters in front of a message: without them it is not the system's
 _REPORT_ROWS = 256  # between reports of the progress
-# What a column that is not read asks for, and what to do about it, by its `meaning`; of others see `_PART`.
 _PART = "a part of the prompt", "write it into the prompt, and remove or rename the column."
 _LEARNING = "what is learned", "write weight, 0 or 1, into messages (data.messages_key); remove the row or the column."
-_ASKS = {
+_ASKS = {  # meaning of a column that is not read -> what it asks for, and the fix; others ask for `_PART`
     "tools": ("tools", "name the column in data.tools_key, with tools in its form, or remove or rename the column."),
     "media": ("media", "name it in data.images_key; rename the column if the prompt does without it."),
     "variables": ("variables of the template", "set data.chat_template_kwargs for all rows, or rename the column."),
@@ -214,8 +212,13 @@ class RowReader:
             offered,
             None if images is None else images.processor,
         )
-        self._dialogues = DialogueReader(config, tokenizer, response_ends or (), self._renderer)
-        self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
+        self._setting = "data.prompt_key", config.prompt_key
+        learned_from = "data.response_key", config.response_key
+        if config.messages_key:
+            self._setting = learned_from = "data.messages_key", config.messages_key
+        self._responses = ResponseReader(config, tokenizer, response_ends or (), self._renderer, learned_from)
+        self._teacher_renderer = self._renderer
+        self._has_two = teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
             variables = {k: v for k, v in config.chat_template_kwargs.items() if k in str(source)}
@@ -238,59 +241,67 @@ class RowReader:
         return row if self._images is None else without_images(row)
 
     def read(self, row: Row, where: str) -> ReadRow:
-        """Return what the models read. Raises ConfigError: see `load_prompts`."""
-        key = self.config.messages_key or self.config.prompt_key
+        """Return what the models read. Raises ConfigError: see `load_prompts`.
+
+        The student's messages, images and tools come first, because a template may make the teacher's prompt of them.
+        """
+        config = self.config
+        setting = self._setting
+        value = _column(row, setting, where, "name the prompts' column.")
+        prompt = read_conversation(value, setting, where, with_images=self._images is not None)
+        prompt, images = self._with_images(prompt, row, setting, where, self._renderer)
         turns = tuple[Turn, ...]()
-        setting = "data.messages_key" if self.config.messages_key else "data.prompt_key", key
-        if key not in row:
-            raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
-        with_images = self._images is not None
-        prompt = read_conversation(row[key], setting, where, with_images=with_images)
-        images = tuple[EncodedImage, ...]()
-        if self._images is not None:
-            as_is = not prompt.messages and self._renderer.is_rendered(prompt.text)
-            prompt, images = self._images.place(prompt, row, setting, where, is_rendered=as_is)
-        if self.config.messages_key:
+        if config.messages_key:
             prompt, turns = split_conversation(prompt, setting, where)
         self._check_response(prompt, setting, where)
-        if key := self.config.tools_key:
-            if key not in row:
-                problem = f"{where} has only the columns {sorted(row)}."
-                raise ConfigError("data.tools_key", key, problem, "name the tools' column; null stands for no tools.")
-            prompt = replace(prompt, tools=read_tools(row[key], ("data.tools_key", key), where))
-        if self._tools:
-            prompt = replace(prompt, tools=self._tools)
-        view = self._views.of(row, prompt, where)
-        is_same = view is None
-        if is_same and self._has_two:
-            view = prompt
-        if view is not None and self._images is not None and not self._views.is_template and not is_same:
-            as_is = not view.messages and self._teacher_renderer.is_rendered(view.text)
-            view, same = self._images.place(view, row, self._views.setting, where, is_rendered=as_is)
-            if same != images:
-                problem = f"the teacher's prompt of {where} has other images than the student's."
-                raise ConfigError(*self._views.setting, problem, "give it the same images, in the same order.")
-        if view is not None:
-            self._check_response(view, self._views.setting, where)
-            view = replace(view, tools=prompt.tools)
+        tools = self._tools
+        if config.tools_key:
+            offered = "data.tools_key", config.tools_key
+            value = _column(row, offered, where, "name the tools' column; null stands for no tools.")
+            tools = read_tools(value, offered, where)
+        prompt = replace(prompt, tools=tools)
+        view = self._view(row, prompt, images, where)
         rendered = self._renderer.render(prompt, setting, where)
         self._n_own_system += has_system(prompt)
-        if view is not None and rendered.converted == AS_IS and self._views.is_template:
-            problem = (
-                f"the prompt of {where} is rendered already, and the template's text would stand outside of its turns."
-            )
-            raise ConfigError(*self._views.setting, problem, "write messages, or use data.teacher_prompt_key.")
-        if self._has_two and is_same and rendered.converted == AS_IS:
-            problem = f"the prompt of {where} is rendered already, with the student's template and not the teacher's."
-            raise ConfigError(*setting, problem, "write messages, or use data.teacher_prompt_key.")
-        other = None if view is None else self._teacher_renderer.render(view, self._views.setting, where)
+        if rendered.converted == AS_IS and (self._views.is_template or (self._has_two and view is prompt)):
+            made = "and the template's text would stand outside of its turns"
+            other = "with the student's template and not the teacher's"
+            problem = f"the prompt of {where} is rendered already, {made if self._views.is_template else other}."
+            key = self._views.setting if self._views.is_template else setting
+            raise ConfigError(*key, problem, "write messages, or use data.teacher_prompt_key.")
+        teacher = None if view is None else self._teacher_renderer.render(view, self._views.setting, where)
         if self._images is not None:
-            turns = tuple(({**each, "content": self._renderer.with_parts(each, where)}, own) for each, own in turns)
+            turns = tuple((self._renderer.as_text(message, setting, where), own) for message, own in turns)
             rendered = replace(rendered, ids=self._images.expand(rendered.ids, images, where))
-            other = None if other is None else replace(other, ids=self._images.expand(other.ids, images, where))
-        read = ReadRow(rendered, other, prompt.response, self._routes.of(row, where), turns, images)
+            teacher = teacher and replace(teacher, ids=self._images.expand(teacher.ids, images, where))
+        read = ReadRow(rendered, teacher, prompt.response, self._routes.of(row, where), turns, images)
         self._check_columns(row, read, prompt, setting, where)
         return read
+
+    def _with_images(
+        self, prompt: Conversation, row: Row, setting: Setting, where: str, renderer: PromptRenderer
+    ) -> tuple[Conversation, tuple[EncodedImage, ...]]:
+        """Return a prompt with the places of its images, and the images."""
+        if self._images is None:
+            return prompt, ()
+        is_rendered = not prompt.messages and renderer.is_rendered(prompt.text)
+        return self._images.place(prompt, row, setting, where, is_rendered=is_rendered)
+
+    def _view(
+        self, row: Row, prompt: Conversation, images: tuple[EncodedImage, ...], where: str
+    ) -> Conversation | None:
+        """Return the prompt that the teacher reads; the student's if only the tokenizers differ; None: the same ids."""
+        view = self._views.of(row, prompt, where)
+        if view is None:
+            return prompt if self._has_two else None
+        setting = self._views.setting
+        if not self._views.is_template:
+            view, same = self._with_images(view, row, setting, where, self._teacher_renderer)
+            if same != images:
+                problem = f"the teacher's prompt of {where} has other images than the student's."
+                raise ConfigError(*setting, problem, "give it the same images, in the same order.")
+        self._check_response(view, setting, where)
+        return replace(view, tools=prompt.tools)
 
     def fit(self, prompt: Rendered, where: str) -> Rendered | None:
         """Apply `data.truncation` to a prompt; None = drop the row. Raises ConfigError: it is too long."""
@@ -300,7 +311,7 @@ class RowReader:
         if how == "drop":
             return None
         if how != "error" and (cut := self._renderer.cut(prompt, limit, how)) is not None:
-            systems = (message["content"].strip() for message in prompt.messages if message["role"] in SYSTEM)
+            systems = (m["content"].strip() for m in texts_of(prompt.messages) if m["role"] in SYSTEM)
             whole = [prompt.text.partition(text)[0][-_HEADER:] + text for text in systems if text]
             self._n_cut += 1
             self._n_without_system += any(text not in cut.text for text in whole)
@@ -314,36 +325,37 @@ class RowReader:
     def response(self, read: ReadRow, row: Row, where: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
-        R <= data.max_response_length. The text is the column's, or with an empty `data.response_key` the last message
-        of the prompt. Its tokens are those of `PromptRenderer.answer_ids`. A longer response is truncated and then has
-        no end-of-sequence token.
-
-        Raises:
-            ConfigError: the row has none that can be used.
+        R <= data.max_response_length. The response is what stands in data.messages_key behind the prompt, or else the
+        column's text, or with an empty `data.response_key` the last message of the prompt. A longer response is
+        truncated and then has no end-of-sequence token. Raises ConfigError: the row has none that can be used.
         """
-        ends, key = self._ends, self.config.response_key
-        if ends is None:
+        if self._ends is None:
             return None, None
         if self.config.messages_key:
-            return self._dialogues.read(read.prompt, read.turns, where)
+            return self._responses.read(read.prompt, read.turns, where)
+        answer = said("assistant", self._answer(read, row, where))
+        return self._responses.read(read.prompt, [(answer, True)], where)[0], None
+
+    def _answer(self, read: ReadRow, row: Row, where: str) -> str:
+        """Return the text of a row's one response."""
+        key = self.config.response_key
         setting = "data.response_key", key
-        found = row.get(key) if key else None
+        value = row.get(key) if key else None
         message = None if key else read.response
-        if isinstance(found, str):
-            found = json_messages(found) or found
-        if isinstance(found, list) and len(found) == 1:  # one message, as TRL's column `completion` has it
-            message = read_conversation([{"role": "user", "content": "-"}, *found], setting, where).response
-        text = found if message is None else message["content"] if is_learned(message, setting, where) else None
+        if isinstance(value, str):
+            value = json_messages(value) or value
+        if isinstance(value, list) and len(value) == 1:  # one message, as TRL's column `completion` has it
+            message = read_conversation([said("user", "-"), *value], setting, where).response
+        text = value if message is None else message["content"] if is_learned(message, setting, where) else None
         if not isinstance(text, str) or not text:
             problem = "the last message is not the assistant's, or is not learned"
             if key:
-                problem = f"the value is {quoted(found)}" if key in row else f"the only columns are {sorted(row)}"
+                problem = f"the value is {quoted(value)}" if key in row else f"the only columns are {sorted(row)}"
             problem = f"in {where} {problem}, expected a non-empty string."
             fix = "correct or remove the row, or use no dataset responses: distill.on_policy_share=1."
             raise ConfigError(*setting, problem, fix)
         check_unicode(text, setting, where)
-        ids = self._renderer.answer_ids(read.prompt, text, ends, setting, where)
-        return np.asarray(ids[: self.config.max_response_length], dtype=np.int32), None
+        return text
 
     def log(self, key: str) -> None:
         """Log how many rows each route, the teacher's own prompt and a system message have; warn about the prompts."""
@@ -354,9 +366,7 @@ class RowReader:
             kind = "training" if key == "data.train_files" else "held-out"
             text = "truncated %d %s prompts to data.max_prompt_length, %d of them lose a message of the system"
             log.warning(text, self._n_cut, kind, self._n_without_system)
-        for tag, ended in sorted(self._renderer.thoughts.items()):
-            if not all(ended):
-                log.warning(_UNENDED, ended.count(False), len(ended), tag, end_of_thought(tag), NO_THOUGHTS)
+        self._responses.log()
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         if self._images is not None and not self._images.n_read and key == "data.train_files":
@@ -397,6 +407,12 @@ class RowReader:
             raise ConfigError(*setting, problem, fix)
 
 
+def _column(row: Row, setting: Setting, where: str, fix: str) -> Any:
+    if setting[1] not in row:
+        raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", fix)
+    return row[setting[1]]
+
+
 def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool:
     """Return whether to keep the row: its prompt for the teacher is short enough. A cut one could lack its rule."""
     limit = config.max_teacher_prompt_length or config.max_prompt_length
@@ -404,23 +420,16 @@ def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool
         return True
     if config.truncation == "drop":
         return False
-    raise ConfigError(
-        "data.max_teacher_prompt_length",
-        config.max_teacher_prompt_length,
-        f"the teacher's prompt of {where} has {len(ids)} tokens, more than {limit}.",
-        "increase it, or set data.truncation to drop.",
-    )
+    setting = "data.max_teacher_prompt_length", config.max_teacher_prompt_length
+    problem = f"the teacher's prompt of {where} has {len(ids)} tokens, more than {limit}."
+    raise ConfigError(*setting, problem, "increase it, or set data.truncation to drop.")
 
 
 _DEFAULT = "default"  # name of the route that takes rows of no other route
 
 
 class RowRoutes:
-    """Return the route of each row, and count them.
-
-    Args:
-        column: data.teacher_key.
-    """
+    """Return the route of each row, and count them. `column` is data.teacher_key."""
 
     def __init__(self, teacher: TeacherConfig, column: str) -> None:
         self._names, self._column = sorted(teacher.routes), column
@@ -429,11 +438,7 @@ class RowRoutes:
         self._counts = Counter[str]()
 
     def of(self, row: Mapping[str, Any], where: str) -> int:
-        """Return the index of a row's route. Raises ConfigError: it names none, and there is no route `default`.
-
-        Args:
-            where: file and line of the row.
-        """
+        """Return the index of a row's route. Raises ConfigError: it names none, and there is no route `default`."""
         if not self._names:
             return 0
         found = row.get(self._column)

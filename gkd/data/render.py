@@ -1,26 +1,22 @@
 """Render prompts with the tokenizer's chat template, and check that the model reads what is in the row.
 
-A template is a program: it may leave out a message, and no error tells. So it renders marks instead of texts first,
-once for each sequence of roles. What stands between the marks is what the template adds. A rendered prompt must consist
-of these pieces with the texts of the row between them. Some templates strip a text or drop its thoughts, or move the
-system's text. Then each text must occur in order, and the prompt must end as the template ends one.
+A rendered prompt must be the frame that `gkd.data.template` proves, with the texts of the row in it. Some templates
+strip a text or drop its thoughts, or move the system's text. Then each text must occur in order, and the prompt must
+end as the template ends one.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, in_parts, opened_thought
-from gkd.data.conversation import BORDER, IMAGE, Conversation, Setting, call_arguments, quoted, read_conversation
-from gkd.errors import ConfigError, DataError
+from gkd.data.conversation import Conversation, Message, Setting, call_arguments, in_parts, quoted, read_conversation
+from gkd.data.template import ANSWER, ChatTemplate, TemplateFailed, Tools, forms_of, said, texts_of
+from gkd.errors import ConfigError
 from teacher_server.vision.images import ImageError
 
 if TYPE_CHECKING:
@@ -28,38 +24,18 @@ if TYPE_CHECKING:
 
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
-_TAIL = 200  # characters of a prompt: more than any template writes at the beginning of an answer
 SYSTEM = ("system", "developer")  # roles
-_PARTS = re.compile(f"({IMAGE})|{BORDER}")  # where a content with images or several texts is in parts
-NO_THOUGHTS = "set data.chat_template_kwargs: {enable_thinking: false} if the template has it"
-Message = dict[str, Any]
-Tools = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as the model reads it.
+    """A prompt as the model reads it."""
 
-    Attributes:
-        text: with the special tokens of the template.
-        ids: its tokens.
-        converted: the form of the row that was converted; empty if there was none.
-        messages, tools: that the template got; without messages it was not applied.
-    """
-
-    text: str
+    text: str  # with the special tokens of the template
     ids: list[int]
-    converted: str
-    messages: tuple[Message, ...] = ()
+    converted: str  # the form of the row that was converted; empty if there was none
+    messages: tuple[Message, ...] = ()  # messages that the template got; none if it was not applied
     tools: Tools = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """Holds the pieces that the template writes around texts of certain roles, and the texts that it drops."""
-
-    pieces: tuple[str, ...] = ()  # one more than there are messages; empty if it fails or changes the order
-    dropped: tuple[int, ...] = ()  # indices of messages
 
 
 class PromptRenderer:
@@ -72,6 +48,11 @@ class PromptRenderer:
         tools: key that the tools come from, and its value; None: no prompt offers tools.
         images: of the model, if prompts may have some; the tokens are then those of its processor, which puts the
             beginning in front of what a template writes.
+
+    Attributes:
+        dated: the date that is in a prompt, or nothing.
+        template, applies: the chat template, and whether it is used.
+        image_token: id of the token of an image; None: prompts have no images.
 
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
@@ -87,93 +68,80 @@ class PromptRenderer:
         images: ImageProcessor | None = None,
     ) -> None:
         self._images = images
-        self._image_token = None if images is None else images.token_id
-        self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        self._source = tokenizer.get_chat_template() if has_template else ""
-        self._applies = has_template and chat_template != "never"
-        self._began, self._date, self.dated = datetime.now(), "", ""  # dated: the date that is in a prompt
-        self.thoughts = defaultdict[str, list[bool]](list)  # tag that ends prompts -> whether the answers end it
-        if isinstance(self._source, str) and "strftime_now" in self._source:  # a function of transformers
-            self._variables = {"strftime_now": self._today, **variables}
-        if chat_template == "always" and not has_template:
-            problem = "this tokenizer has no chat template."
-            raise ConfigError("data.chat_template", chat_template, problem, "use auto or never.")
+        self.image_token = None if images is None else images.token_id
+        self._tokenizer = tokenizer
+        self._setting = "data.chat_template", chat_template
+        self.template = ChatTemplate(tokenizer, variables)
+        self.applies = self.template.exists and chat_template != "never"
+        self.dated = ""
+        if chat_template == "always" and not self.template.exists:
+            raise ConfigError(*self._setting, "this tokenizer has no chat template.", "use auto or never.")
         for name, value in variables.items():
-            self._check_variable(name, self._source, f"data.chat_template_kwargs.{name}", value)
+            self._check_variable(name, (f"data.chat_template_kwargs.{name}", value))
         if tools is not None:
-            source = tokenizer.get_chat_template(tools=[{}]) if self._applies else ""
-            self._check_variable("tools", source, *tools)
-            if "tools" in variables:
-                problem = "data.chat_template_kwargs.tools is set, too."
-                raise ConfigError(*tools, problem, "remove one of them.")
+            self._check_variable("tools", tools)
+        if tools is not None and "tools" in variables:
+            raise ConfigError(*tools, "data.chat_template_kwargs.tools is set, too.", "remove one of them.")
         self._tools_setting = tools or ("data.tools_key", "")
-        # LLaVA's templates leave out a content that is a text, and read parts alone.
-        self._reads_parts = False
-        self._reads_parts = self._applies and not self._frame_of(("user",), ()).pieces
-        self._frames: dict[tuple[str, ...], _Frame] = {}
-        self._answers = cache(partial(AnswerTexts, partial(self._apply, where="a question and its answer")))
         self._begin = self._tokens_in_front()
-        self._markers, self._heads = self._separators() if self._applies else ((), ())
+        pieces = self.template.frame([said("user", "")]).pieces if self.applies else ()
+        self._end = "".join(pieces[-1:]).strip()  # with which the template ends a prompt
+        self._markers, self._heads = self._separators(pieces)
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
-        self._end = (self._frame(("user",)).pieces or ("",))[-1].strip() if self._applies else ""
         # The template may write the beginning, and not the tokenizer. Of some models each turn begins with it.
         self._first = [] if tokenizer.bos_token in (None, *self._heads) else [tokenizer.bos_token_id]
         self._system = system_prompt
         if system_prompt:
-            self._check_system(("data.system_prompt", system_prompt))
+            key = "data.system_prompt"
+            example = [said("system", system_prompt), said("user", "-")]
+            try:  # whether the model reads it
+                self.render(read_conversation(example, (key, system_prompt), key), (key, system_prompt), key)
+            except ConfigError as error:
+                fix = "correct the text, or remove the key."
+                raise ConfigError(key, system_prompt, error.problem, fix) from error
 
-    def _today(self, form: str) -> str:
-        self._date = self._began.strftime(form)
-        return self._date
-
-    def _check_variable(self, name: str, source: str, key: str, value: Any) -> None:
-        """Raise ConfigError unless a template uses a variable."""
-        if not self._applies or not re.search(rf"\b{re.escape(name)}\b", source):
-            problem = f"the chat template does not use {name}." if self._applies else "no chat template is applied."
-            raise ConfigError(key, value, problem, "remove it.")
+    def _check_variable(self, name: str, setting: tuple[str, Any]) -> None:
+        """Raise ConfigError unless the template uses a variable."""
+        if not self.applies or not self.template.uses(name):
+            problem = f"the chat template does not use {name}." if self.applies else "no chat template is applied."
+            raise ConfigError(*setting, problem, "remove it.")
 
     def render(self, prompt: Conversation, setting: Setting, where: str) -> Rendered:
         """Return a prompt's text and tokens.
 
         A text that begins as the template's prompts do is rendered already, and is used as it is. Other prompts begin
-        with the system prompt, unless they have a message of the system.
-
-        Args:
-            setting: key that the prompt comes from and its value, for errors.
-            where: file and line of the row.
+        with the system prompt, unless they have a message of the system. `where` is file and line of the row.
 
         Raises:
-            ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template;
-                there are messages and no template; a rendered text lacks the system prompt or tools; the prompt has no
-                tokens.
+            ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template; a
+                rendered text lacks the system prompt or tools; there is no template for messages, or no token.
         """
-        if prompt.messages and not self._applies:
-            reason = "chat templates are disabled" if self._source else "this tokenizer has no chat template"
-            fix = "use auto, or string prompts." if self._source else "use string prompts, or add one to the tokenizer."
+        if prompt.messages and not self.applies:
+            has = self.template.exists
+            reason = "chat templates are disabled" if has else "this tokenizer has no chat template"
+            fix = "use auto, or string prompts." if has else "use string prompts, or add one to the tokenizer."
             problem = f"the prompt of {where} is a list of messages, but {reason}."
-            raise ConfigError("data.chat_template", self._setting, problem, fix)
-        if not self._applies:
+            raise ConfigError(*self._setting, problem, fix)
+        if not self.applies:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
         if not prompt.messages and self.is_rendered(prompt.text):
             if self._system or prompt.tools:
                 lacking = self._tools_setting if prompt.tools else ("data.system_prompt", self._system)
                 problem = f"the prompt of {where} is rendered already, and nothing can be put in front of it."
                 raise ConfigError(*lacking, problem, "write messages, or remove the key.")
-            self._check_end(prompt.text, setting, where)
+            end = prompt.text.rstrip()
+            if self._end and not end.endswith(self._end) and end.endswith(self._markers):
+                raise self._bad_end(prompt.text, self._end, setting, where)
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), AS_IS)
-        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-        marked = messages
-        if any(_PARTS.search(message["content"]) for message in messages):
-            messages = tuple({**each, "content": self.with_parts(each, where)} for each in messages)
+        messages = tuple(map(in_parts, prompt.messages or (said("user", prompt.text),)))
         if self._system and not has_system(prompt):
-            messages = ({"role": "system", "content": self._system}, *messages)
-        text = self._apply(messages, prompt.tools, where=where)
+            messages = (said("system", self._system), *messages)
+        text = self._write(messages, prompt.tools, where)
         self._check(text, messages, setting, where, prompt.tools)
-        self._check_parts(text, marked, setting, where, prompt.tools)
-        self.dated = self.dated or (self._date if self._date in text else "")
-        ids = self._encode(text, setting, where, begins=self._image_token is None)
-        return Rendered(text, ids, prompt.converted, tuple(messages), prompt.tools)
+        if self.template.date in text:
+            self.dated = self.dated or self.template.date
+        ids = self._encode(text, setting, where, begins=self.image_token is None)
+        return Rendered(text, ids, prompt.converted, messages, prompt.tools)
 
     def changes(self, prompt: Rendered, name: str, value: Any) -> bool:
         """Return whether a prompt is another one, or none, with variables that a column has: one, or an object."""
@@ -182,55 +150,39 @@ class PromptRenderer:
         if not isinstance(value, dict) and name.endswith("args"):
             return True
         more = value if isinstance(value, dict) else {name: value}
-        more = {key: each for key, each in more.items() if each is not None}
+        more = {key: variable for key, variable in more.items() if variable is not None}
         try:
-            return bool(prompt.messages) and self._apply(prompt.messages, prompt.tools, where="", **more) != prompt.text
-        except (ConfigError, TypeError):  # a name of an argument, as `tools`
+            text = self.template.render(prompt.messages, prompt.tools, more=more) if prompt.messages else prompt.text
+        except TemplateFailed:
             return True
+        return text != prompt.text
 
     def continued(self, prompt: Rendered, messages: Sequence[Message], where: str) -> Rendered:
         """Return a prompt with more messages, without tokens: those of a trajectory are others."""
         messages = (*prompt.messages, *messages)
-        return Rendered(self._apply(messages, prompt.tools, where=where), [], "", messages, prompt.tools)
+        return Rendered(self._write(messages, prompt.tools, where), [], "", messages, prompt.tools)
 
-    def with_parts(self, message: Message, where: str) -> str:
-        """Return what the template writes for a message's texts and images, which some templates put in front."""
-        content = message["content"]
-        if not _PARTS.search(content):
-            return str(content)
-        before, after = self._frame((message["role"],)).pieces or ("", "")
-        parts = _parts_of(content)
-        texts = {MARK.format(i): part["text"] for i, part in enumerate(parts) if part["type"] == "text"}
-        names = (f" {name} " for name in texts)  # the spaces tell whether the template strips texts, as Gemma's does
-        marked = [{"type": "text", "text": next(names)} if part["type"] == "text" else part for part in parts]
-        found = self._apply([{"role": message["role"], "content": marked}], (), where=where).removeprefix(before)
-        for name, text in texts.items():
-            found = found.replace(f" {name} ", text).replace(name, text.strip())
-        return found.removesuffix(after)
+    def as_text(self, message: Message, setting: Setting, where: str) -> Message:
+        """Return a message of a later turn with one text: what the template writes for its texts and images.
 
-    def _check_parts(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
-        """Raise ConfigError unless the template writes the same for messages whose images and texts are parts."""
-        if not any(_PARTS.search(message["content"]) for message in messages):
-            return
-        system = [{"role": "system", "content": self._system}] if self._system and not _has_system(messages) else []
-        with_parts = [
-            {**each, "content": _parts_of(each["content"])} if _PARTS.search(each["content"]) else each
-            for each in messages
-        ]
-        if self._apply([*system, *with_parts], tools, where=where) != text:
+        Raises ConfigError: it writes them in another way if the message stands there again, as with numbers of images.
+        """
+        turn = in_parts({"role": message["role"], "content": message["content"]})
+        if isinstance(turn["content"], str):
+            return message
+        before, after = self.template.frame([said(turn["role"], "")]).pieces or ("", "")
+        text = self._write([turn], (), where).removeprefix(before).removesuffix(after)
+        if self._write([turn, said("assistant", ANSWER), turn], (), where).count(text) < 2:
             problem = f"the chat template writes the parts of {where} in another way than those of one message alone."
             raise ConfigError(*setting, problem, "use one image or text, or no data.chat_template_kwargs.")
+        return {**message, "content": text}
 
     def cut(self, prompt: Rendered, limit: int, side: str) -> Rendered | None:
-        """Return a prompt without the tokens above a limit; the beginning of the sequence stays.
+        """Return a prompt without the tokens above a limit on one side, "left" or "right"; its first tokens stay.
 
-        Args:
-            side: where they are removed, "left" or "right".
-
-        Returns:
-            None: the beginning of the answer, which the template writes at the end, would be lost.
+        Return None if the beginning of the answer, which the template writes at the end, would be lost.
         """
-        if side == "right" and self._applies:
+        if side == "right" and self.applies:
             return None
         begin = self._begin or self._first
         n = len(begin) if prompt.ids[: len(begin)] == begin else 0
@@ -239,81 +191,8 @@ class PromptRenderer:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return replace(prompt, text=text, ids=ids)
 
-    def answer_ids(self, prompt: Rendered, text: str, ends: Sequence[int], setting: Setting, where: str) -> list[int]:
-        """Return the tokens of an answer and its end behind a prompt, as the template writes them: see `AnswerTexts`.
-
-        Without an end token of the template, the tokenizer's is appended. One that the answer has stays. Tokens of the
-        prompt do not change: if they would merge with white space of the answer, it is tokenized alone.
-
-        Raises:
-            ConfigError: the answer repeats the end of its prompt, has no tokens, or an end token before its end; the
-                template fails, or does not write it behind its prompt.
-        """
-        if again := self._begins_again(prompt.text, text):
-            problem = f"a response of {where} begins with {again!r}, with which its prompt ends: {quoted(text)}."
-            raise ConfigError(*setting, problem, "remove it from the text, because the chat template writes it.")
-        added = self._tokenizer.added_tokens_decoder
-        names = {str(added[i]): i for i in ends if i in added}
-        own = max((name for name in names if text.endswith(name)), key=len, default="")
-        text = text.removesuffix(own)
-        answer, behind = self._answer(prompt, text, setting, where)
-        places = ((behind.find(name), -len(name), name) for name in names if name in behind)
-        at, _, end = min(places, default=(0, 0, ""))
-        ids = self._ids_behind(prompt.text, answer + behind[:at])
-        if not (text.strip() and answer and ids):
-            raise ConfigError(*setting, f"the response of {where} has no tokens.", "correct or remove the row.")
-        if any(token in ends for token in ids[:-1]):
-            problem = f"the response of {where} contains an end-of-sequence token before its end: {quoted(text)}."
-            fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
-            raise ConfigError(*setting, problem, fix)
-        if self._image_token in ids:
-            problem = f"the response of {where} has the token of an image, and no image: {quoted(text)}."
-            raise ConfigError(*setting, problem, "remove it from the text.")
-        if ids[-1] not in ends:
-            eos = self._tokenizer.eos_token_id
-            ids.append(names.get(own or end, ends[0] if eos is None else eos))
-        return ids
-
-    def _answer(self, prompt: Rendered, text: str, setting: Setting, where: str) -> tuple[str, str]:
-        """Return an answer and the text behind it; count whether it ends the thoughts that its prompt begins."""
-        if not self._applies:
-            return text, ""
-        tag = opened_thought(prompt.text)
-        try:
-            answer, behind = self._answers().find(prompt.text, prompt.messages, prompt.tools, text)
-        except DataError as error:
-            problem = f"the chat template does not write the response of {where} behind its prompt: {error}."
-            thinks = f"end the thoughts with {end_of_thought(tag)} in the response, or {NO_THOUGHTS}." if tag else ""
-            raise ConfigError(*setting, problem, thinks or "write it in the template's form.") from error
-        if tag:
-            self.thoughts[tag].append(end_of_thought(tag) in answer)
-        return answer, behind
-
-    def _ids_behind(self, prompt: str, text: str) -> list[int]:
-        """Return the tokens of a text. Some tokenizers put a space in front of one that stands alone."""
-        tail = prompt[-_TAIL:] if self._applies else ""
-        encode = partial(self._tokenizer, add_special_tokens=False)
-        front, ids = (list(encode(each)["input_ids"]) for each in (tail, tail + text))
-        return ids[len(front) :] if ids[: len(front)] == front else list(encode(text)["input_ids"])
-
-    def _begins_again(self, prompt: str, response: str) -> str:
-        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or "".
-
-        A response does not think behind thoughts that the prompt has ended.
-        """
-        tail, text = prompt.rstrip()[-_TAIL:] if self._applies else "", response.lstrip()
-        ends = (tail[tag.start() :] for tag in TAG.finditer(tail))
-        ended = next((end for end in ends if text.startswith(end)), "")
-        return ended or ("<think>" if tail.endswith("</think>") and text.startswith("<think>") else "")
-
-    def _check_system(self, setting: Setting) -> None:
-        """Raise ConfigError unless the model reads the system prompt."""
-        name = "data.system_prompt"
-        try:
-            messages = [{"role": "system", "content": setting[1]}, {"role": "user", "content": "-"}]
-            self.render(read_conversation(messages, setting, name), setting, name)
-        except ConfigError as error:
-            raise ConfigError(*setting, error.problem, "correct the text, or remove the key.") from error
+    def _ids(self, text: str, *, whole: bool = False) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=whole)["input_ids"])
 
     def _encode(self, text: str, setting: Setting, where: str, begins: bool = False) -> list[int]:
         """Return the tokens of a text: with the tokenizer's beginning once, and without an end.
@@ -325,35 +204,30 @@ class PromptRenderer:
             text = text if self._images is None else self._images.spelled(text)
         except ImageError as error:
             raise ConfigError(*setting, f"the prompt of {where}: {error}.", "remove the line feeds.") from error
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._ids(text)
         if not ids:
             raise ConfigError(*setting, f"the prompt of {where} has no tokens.", "remove the row.")
         return ids if begins or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
 
     def _tokens_in_front(self) -> list[int]:
         """Return the tokens that the tokenizer puts before a text, such as the beginning of the sequence."""
-        plain, whole = (list(self._tokenizer("a", add_special_tokens=on)["input_ids"]) for on in (False, True))
+        plain = self._ids("a")
+        whole = self._ids("a", whole=True)
         starts = (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
         return whole[: next(starts, 0)] if plain else []
 
-    def _apply(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools, generate: bool = True, *, where: str, **more: Any
-    ) -> str:
-        variables = {**self._variables, **({"tools": list(tools)} if tools else {}), **more}
-        if self._reads_parts:
-            messages = [*map(in_parts, messages)]
+    def _write(self, messages: Sequence[Mapping[str, Any]], tools: Tools, where: str) -> str:
+        """Return the text of a prompt. Raises ConfigError if the template fails."""
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=generate, tokenize=False, **variables
-            )
-        except Exception as error:  # a template is a program and may raise any error
-            problem = f"the chat template failed for the prompt of {where} ({error})."
-            raise ConfigError("data.chat_template", self._setting, problem, "correct it or the row.") from error
-        return text
+            return self.template.render(messages, tools)
+        except TemplateFailed as error:
+            problem = f"{error}: the prompt of {where}."
+            raise ConfigError(*self._setting, problem, "correct it or the row.") from error
 
     def _check(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
         """Raise ConfigError unless the prompt holds each tool and message and ends as the template ends one."""
-        for message in messages:
+        texts = texts_of(messages)
+        for message in texts:
             content = message["content"]
             marker = self._marker.search(content)
             is_prompt = len(self._end) >= _SHORTEST_HEAD and content.rstrip().endswith(self._end)
@@ -362,20 +236,19 @@ class PromptRenderer:
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
                 fix = "correct the row. A rendered text must be one string; data.chat_template=never takes it as it is."
                 raise ConfigError(*setting, problem, fix)
-        frame = self._frame(tuple(message["role"] for message in messages), tools)
+        frame = self.template.frame(messages, tools)
         around = "".join(frame.pieces) or text  # A user's text may have the name of a tool.
         if unread := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in around]:
             problem = f"the chat template leaves out the tool {unread[0]} of {where}; it writes {quoted(text)}."
             raise ConfigError(*self._tools_setting, problem, "correct the row or the template, or remove the key.")
-        for arguments in (each for message in messages for each in call_arguments(message)):
+        for arguments in (value for message in messages for value in call_arguments(message)):
             if isinstance(arguments, str) and arguments.strip() and json.dumps(arguments, ensure_ascii=False) in text:
                 problem = f"the chat template puts the arguments of a call of {where} in quotes: {quoted(arguments)}."
                 raise ConfigError(*setting, problem, "write an object, in parquet in messages as JSON text.")
-        texts = [*(message["content"] for message in messages), ""]
         lost = self._without_calls(messages, where, tools)
-        if not lost and frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):
+        if not lost and frame.holds(text, texts):
             return
-        lost += [messages[i] for i in frame.dropped if messages[i]["content"]] or _not_in_order(text, messages)
+        lost += [texts[i] for i in frame.dropped if texts[i]["content"]] or _not_in_order(text, texts)
         if lost:
             content = quoted(lost[0]["content"] or lost[0].get("tool_calls"))
             problem = (
@@ -389,57 +262,31 @@ class PromptRenderer:
 
     def _without_calls(self, messages: Sequence[Message], where: str, tools: Tools) -> list[Message]:
         """Return the messages with a call that the template leaves out: it writes other names for the functions."""
-        marked, names = list[Message](), list[list[str]]()
-        for i, message in enumerate(messages):
-            calls = message.get("tool_calls", ())
-            names.append([f"gkdcall{i}n{j}e" for j in range(len(calls))])
-            named = map(_renamed, calls, names[-1])
-            marked.append({**message, "tool_calls": list(named)} if calls else message)
-        text = self._apply(marked, tools, where=where) if any(names) else ""
-        return [message for message, own in zip(messages, names, strict=True) if any(name not in text for name in own)]
+        names = [[f"gkdcall{i}n{j}e" for j in range(len(m.get("tool_calls", ())))] for i, m in enumerate(messages)]
+        if not any(names):
+            return []
+        pairs = [*zip(messages, names, strict=True)]
+        marked = [{**m, "tool_calls": [*map(_renamed, m["tool_calls"], own)]} if own else m for m, own in pairs]
+        text = self._write(marked, tools, where)
+        return [message for message, own in pairs if any(name not in text for name in own)]
 
     def is_rendered(self, text: str) -> bool:
         """Return whether a text begins as the turns of the template do; it need not without a template."""
-        if not self._applies:
+        if not self.applies:
             return True
         text = text.lstrip()
         without_begin = text.removeprefix(self._tokenizer.bos_token or "").lstrip()
         return text.startswith(self._heads) or without_begin.startswith(self._heads)
 
-    def _check_end(self, text: str, setting: Setting, where: str) -> None:
-        """Raise ConfigError if a rendered text ends after a message, without the beginning of a response."""
-        end = (self._frame(("user",)).pieces or ("",))[-1].rstrip()
-        if end and not text.rstrip().endswith(end) and text.rstrip().endswith(self._markers):
-            raise self._bad_end(text, end, setting, where)
-
     def _bad_end(self, text: str, end: str, setting: Setting, where: str) -> ConfigError:
         problem = f"the prompt of {where} ends with {text[-80:]!r}, and the chat template ends a prompt with {end!r}."
         return ConfigError(*setting, problem, "add the beginning of the response, or correct the template.")
 
-    def _frame(self, roles: tuple[str, ...], tools: Tools = ()) -> _Frame:
-        if tools:  # Each row may have other ones, so the frame is not kept.
-            return self._frame_of(roles, tools)
-        if roles not in self._frames:
-            self._frames[roles] = self._frame_of(roles, ())
-        return self._frames[roles]
-
-    def _frame_of(self, roles: tuple[str, ...], tools: Tools) -> _Frame:
-        marks = [MARK.format(i) for i in range(len(roles))]
-        try:
-            messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-            text = self._apply(messages, tools, where="marks")
-        except ConfigError:  # It may still render the row, and is judged by the texts then.
-            return _Frame()
-        dropped = tuple(i for i, mark in enumerate(marks) if mark not in text)
-        pieces = tuple(re.split("|".join(marks), text))
-        ordered = re.findall("|".join(marks), text) == marks
-        return _Frame(pieces if ordered else (), dropped)
-
-    def _separators(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _separators(self, pieces: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the special tokens that the template writes, and the beginnings of rendered prompts."""
-        pieces = [piece for roles in (("user",), ("system", "user")) for piece in self._frame(roles).pieces]
-        added = self._tokenizer.added_tokens_decoder.values()
-        special = {*self._tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        if self.applies:
+            pieces += self.template.frame([said("system", ""), said("user", "")]).pieces
+        special = {*self.template.special.values()}
         markers = tuple(sorted(token for token in special if any(token in piece for piece in pieces)))
         begin = self._tokenizer.bos_token or ""
         head = pieces[0].strip().removeprefix(begin).lstrip() if pieces else ""
@@ -450,28 +297,7 @@ class PromptRenderer:
 
 def has_system(prompt: Conversation) -> bool:
     """Return whether a conversation has a message of the system, or of the developer, as some templates call it."""
-    return _has_system(prompt.messages)
-
-
-def _has_system(messages: Sequence[Message]) -> bool:
-    return any(message["role"] in SYSTEM for message in messages)
-
-
-def _parts_of(content: str) -> list[dict[str, str]]:
-    """Return a text with marks of images as parts, as templates take them."""
-    texts = _PARTS.split(content)
-    return [{"type": "image"} if each == IMAGE else {"type": "text", "text": each} for each in texts if each]
-
-
-def _forms(message: Message) -> list[str]:
-    """Return the forms in which templates write a text."""
-    text, role = message["content"], message["role"]
-    forms = [text, text.strip()]
-    if role == "assistant":
-        forms.append(text.rpartition("</think>")[2].strip())  # without the thoughts of earlier turns
-    if role == "tool":
-        forms.append(json.dumps(text, ensure_ascii=False)[1:-1])
-    return [form for form in forms if form]
+    return any(message["role"] in SYSTEM for message in prompt.messages)
 
 
 def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -481,13 +307,16 @@ def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _not_in_order(text: str, messages: Sequence[Message]) -> list[Message]:
     """Return the messages that do not follow the ones before them. The system's text may stand anywhere."""
-    lost, at = [], 0
+    lost = list[Message]()
+    at = 0
     for message in messages:
+        content = message["content"]
         moves = message["role"] == "system"
         first = 0 if moves else at
-        places = [(place, len(form)) for form in _forms(message) if (place := text.find(form, first)) >= 0]
+        forms = filter(None, forms_of(message)) if content.strip() else [content]
+        places = [(place, len(form)) for form in forms if (place := text.find(form, first)) >= 0]
         if places and not moves:
             at = sum(min(places))
-        elif not places and message["content"].strip():
+        elif not places and content.strip():
             lost.append(message)
     return lost

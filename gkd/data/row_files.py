@@ -103,11 +103,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-# Keep rows of a prompt file for the functions that judge responses: one block of bytes, which processes can share.
-#
-# The driver reads the files. A row travels to the hosts once, at the start, and is found by the prompt's id.
-
-
 def encode_row(where: str, row: Mapping[str, Any]) -> bytes:
     """Encode a row and its file and line; parquet has values that JSON does not have."""
     return pickle.dumps((where, dict(row)), protocol=5)
@@ -121,7 +116,10 @@ def decode_row(data: bytes) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Encoded rows by prompt id. Arrays, so that Ray maps them into each process without a copy."""
+    """Encoded rows by prompt id, for the functions that judge responses. They travel to each host once, at the start.
+
+    They are arrays, so that Ray maps them into each process without a copy.
+    """
 
     prompt_ids: np.ndarray  # [n] int64, ascending
     ends: np.ndarray  # [n] int64, of each row in `data`

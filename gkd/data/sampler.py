@@ -72,17 +72,15 @@ def make_sampler(config: Config, prompts: Sequence[Prompt]) -> PromptSampler:
     return RouteSampler(prompts, shuffle=data.shuffle, seed=data.seed, shares=shares)
 
 
-# Separate the permutations below from those of `PromptSampler`, which are drawn from (seed, epoch).
-_STREAM, _ROUTES = 1, 2
+_STREAM, _ROUTES = 1, 2  # separate these permutations from those of the epochs, which are drawn from (seed, epoch)
 
 
 def on_policy_indices(step: int, batch_size: int, share: float, seed: int) -> list[int]:
-    """Return the indices in batch number `step` of the prompts that are on-policy.
+    """Return the indices in batch number `step` of the prompts that are on-policy (GKD's lambda).
 
-    This is GKD's lambda: the others use the dataset's response. The paper (arXiv:2306.13649, algorithm 1) draws
-    once for a whole batch. Here each batch is a mixture: after s steps, exactly floor(s * share * batch_size)
-    prompts have been on-policy. An on-policy prompt contributes `rollout.n` sampled responses, another prompt one
-    dataset response. The selection depends only on the step number, so resuming preserves it.
+    An on-policy prompt contributes `rollout.n` sampled responses, another prompt one dataset response. The paper
+    (arXiv:2306.13649, algorithm 1) draws once for a whole batch. Here each batch is a mixture, which depends only on
+    the step number, so resuming preserves it.
 
     Args:
         step: number of optimizer steps before this batch.

@@ -246,11 +246,8 @@ TOLERANCE = 0.01
 def even_groups(samples: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Move sequences until no group has more than 1 + TOLERANCE times the mean, or no move or exchange helps.
 
-    A training step takes as long as its heaviest group. The prompt index decides which group a sequence is
-    generated and scored for; once all lengths are known, a few sequences move from heavy groups to light ones. The
-    loss is a token mean over the global batch, so it does not depend on which group computes which part of it.
-
-    The weight of a sequence is its work: its tokens, prompt and response, and the quadratic cost of attention.
+    A training step takes as long as its heaviest group. The loss is a token mean over the global batch, so it does not
+    depend on which group computes which part of it.
 
     The result does not depend on the order of the sequences in a group. What two groups have above and below the mean
     moves in few, long sequences at once; single moves and exchanges follow. A group that has a sequence keeps at least

@@ -14,7 +14,7 @@ from itertools import product
 from os.path import commonprefix
 from typing import Any
 
-from gkd.data.chat_frame import QUESTION, START, ChatFrames, TemplateFailed
+from gkd.data.template import QUESTION, START, ChatTemplate, TemplateFailed
 
 NAMES = "Hermes, Qwen-Coder, GLM-4.5, Llama 3.1, Mistral, DeepSeek and Harmony"  # of the forms
 
@@ -203,10 +203,10 @@ def written_calls(tokenizer: Any, variables: dict[str, Any]) -> tuple[str, ...]:
         functions = [{"name": call.name, "arguments": form(call.arguments)} for call in calls]
         made = [{"id": f"call{i:05}", "type": "function", "function": one} for i, one in enumerate(functions)]
         with suppress(TemplateFailed):
-            frames = ChatFrames(tokenizer, {**variables, "tools": tools}, ())
-            plain = frames.render(START, generate=False)
+            template = ChatTemplate(tokenizer, {**variables, "tools": tools})
+            plain = template.render(START, generate=False)
             message = {"role": "assistant", "content": "", "tool_calls": made}
-            whole = frames.render([QUESTION, message], generate=False)
+            whole = template.render([QUESTION, message], generate=False)
             turn = whole[len(commonprefix([plain, whole])) :]
             turns.append(turn[: len(turn) - len(commonprefix([plain[::-1], turn[::-1]]))])
     return tuple(turn for turn in turns if PROBE[0].name in turn)

@@ -18,13 +18,11 @@ import inspect
 import json
 from typing import Any
 
-from gkd.config.declare import import_function
 from gkd.errors import EnvironmentError
-from gkd.user_code import finite_number
+from gkd.user_code import finite_number, import_function, shown
 
 ROLES = ("tool", "user")
 MAX_BYTES = 2**20  # longest text of a reply, in UTF-8
-_SHOWN = 200  # characters of a value in a message
 
 
 class Fault(Exception):
@@ -34,46 +32,49 @@ class Fault(Exception):
 def import_environment(path: str) -> type[Any]:
     """Return the class of a path. Raises EnvironmentError: it cannot be imported, or does not have the form above."""
     try:
-        found = import_function(path)
+        kind = import_function(path)
     except ImportError as error:
         raise EnvironmentError(str(error)) from error
-    if not inspect.isclass(found):
-        raise EnvironmentError(f"{path}: is a {type(found).__name__}, not a class")
+    if not inspect.isclass(kind):
+        raise EnvironmentError(f"{path}: is a {type(kind).__name__}, not a class")
     for name, form, arguments in (("step", "step(self, text)", (None, "")), ("close", "close(self)", (None,))):
-        method = getattr(found, name, None)
+        method = getattr(kind, name, None)
         if method is None and name == "close":
             continue
         if not inspect.iscoroutinefunction(method) or not _takes(method, *arguments):
             raise EnvironmentError(f"{path}: has no method `async def {form}`")
-    if not _takes(found, {}, 0):
+    if not _takes(kind, {}, 0):
         raise EnvironmentError(f"{path}: has no method `def __init__(self, row, seed)`")
-    if problem := _problem_of_tools(getattr(found, "tools", ())):
+    if problem := _problem_of_tools(getattr(kind, "tools", ())):
         raise EnvironmentError(f"{path}: {problem}")
-    return found
+    return kind
 
 
 def checked_messages(messages: Any) -> list[dict[str, str]] | None:
-    """Return what `step` returned. Raises Fault: it has another form."""
+    """Return what `step` returned, with texts of type str itself. Raises Fault: it has another form."""
     if messages is None:
         return None
     if not isinstance(messages, list) or not messages:
         raise Fault(f"step returned {shown(messages)}, not None or a list of messages")
+    plain: list[dict[str, str]] = []
     size = 0
     for message in messages:
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             raise Fault(f"step returned {shown(message)}, not a message with role and content alone")
         if message["role"] not in ROLES:
             raise Fault(f"step returned a message of role {shown(message['role'])}. Roles are {', '.join(ROLES)}")
-        for name, value in message.items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise Fault(f"step returned a message whose {shown(name)} is {shown(value)}, not text")
-            try:
-                size += len(name.encode()) + len(value.encode())
-            except UnicodeEncodeError as error:
-                raise Fault(f"step returned a message whose {shown(name)} is no Unicode text ({error})") from error
+        role = ROLES[ROLES.index(message["role"])]
+        if not isinstance(message["content"], str):
+            raise Fault(f"step returned a message whose content is {shown(message['content'])}, not text")
+        try:
+            content = message["content"].encode()
+        except UnicodeEncodeError as error:
+            raise Fault(f"step returned a message whose content is no Unicode text ({error})") from error
+        size += len(role) + len(content)
+        plain.append({"role": role, "content": content.decode()})
     if size > MAX_BYTES:
         raise Fault(f"step returned {size} bytes of text, more than {MAX_BYTES}")
-    return messages
+    return plain
 
 
 def checked_reward(environment: object) -> float | None:
@@ -81,22 +82,8 @@ def checked_reward(environment: object) -> float | None:
     value = getattr(environment, "reward", None)
     number = None if value is None else finite_number(value)
     if isinstance(number, str):
-        raise Fault(f"reward is {number[:_SHOWN]}")
+        raise Fault(f"reward is {number}")
     return number
-
-
-def shown(value: object) -> str:
-    """Return a value for a message: short, and without characters that UTF-8 does not have."""
-    try:
-        text = str(value) if isinstance(value, BaseException) else repr(value)
-    except Exception as error:  # a user's class may raise any error here
-        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
-    return encodable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
-
-
-def encodable(text: str) -> str:
-    """Return a text without characters that UTF-8 does not have."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _takes(function: Any, *arguments: object) -> bool:

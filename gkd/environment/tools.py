@@ -20,8 +20,8 @@ from typing import Any, ClassVar, get_type_hints
 import msgspec
 
 from gkd.environment.calls import NAMES, CallError, ToolCall, are_probe, parse_calls
-from gkd.environment.form import encodable, shown
 from gkd.errors import EnvironmentError
+from gkd.user_code import encodable, shown
 
 _SECTION = re.compile(r"\n\s*(?:Args|Arguments|Returns|Raises|Yields|Example|Examples|Note):\s*\n")
 _ARGUMENTS = re.compile(

@@ -1,11 +1,10 @@
-"""Worker process of environments: `python -m gkd.environment.worker FD FD FOLDER`, started by `Environments`.
+"""Worker process of environments: `python -m gkd.environment.worker`, started by `gkd.hosts.Host`.
 
-The first FD is a socket to the host, the second one the memory of `Progress`, FOLDER the working folder. A message is a
-line of JSON. The host sends one `Start`, then `Call`s; the worker replies to `Start` with `Ready`, and to each call but
-a drop with one `Answer`, in the order in which they are done.
+The parent sends one `Start`, then `Call`s; the worker answers each call but a drop with one `Answer`, in the order in
+which they are done.
 
 The class runs on one asyncio loop. Code that blocks the loop blocks all trajectories of the process, so blocking code
-belongs in `asyncio.to_thread`. The worker notes twice a second that its loop and its threads work; the host ends it
+belongs in `asyncio.to_thread`. The worker shows twice a second that its loop and its threads work; the parent ends it
 when that stops.
 
 This is containment, not a sandbox: the process sees no GPU, its memory is limited, its working folder is temporary, and
@@ -17,28 +16,20 @@ the user, and with them Ray's.
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
-import os
 import resource
-import shutil
-import socket
-import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from gkd.data.row_files import decode_row
-from gkd.environment.form import Fault, checked_messages, checked_reward, encodable, import_environment, shown
+from gkd.environment.form import Fault, checked_messages, checked_reward, import_environment
 from gkd.environment.tools import ToolEnvironment
-from gkd.errors import EnvironmentError
+from gkd.hosts import Parent, Ready, limit
 from gkd.log import get_logger
-from gkd.user_code import Progress, blame, end_with_parent, own_traceback
+from gkd.user_code import blame, encodable, shown, traceback_of_user
 
-MAX_LINE = 2**26  # a call has a row of the data and a turn
 _BEAT_S = 0.5
 _N_THREADS = 256  # threads of asyncio.to_thread; those whose calls never end are lost until the process ends
 
@@ -63,24 +54,17 @@ class Start(msgspec.Struct, frozen=True):
     written: tuple[str, ...] = ()
 
 
-class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+class Call(msgspec.Struct, frozen=True):
     """Ask for a step (`text`), for the end of a trajectory (`end`), or for its end without an answer."""
 
     key: int  # names the trajectory
     text: str | None = None
     end: bool = False
-    row: str = ""  # Base64, with the first call; see `gkd.data.row_files`
+    row: bytes = b""  # with the first call; see `gkd.data.row_files`
     seed: int = 0
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """Report the tools of the class, or why it cannot be used."""
-
-    tools: list[dict[str, Any]]
-    problem: str = ""
-
-
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Answer a call; without messages the trajectory is over."""
 
     key: int
@@ -97,8 +81,10 @@ class Server:
         send: sends an answer.
     """
 
-    def __init__(self, kind: type[Any], start: Start, send: Callable[[Answer], None]) -> None:
-        self._kind, self._start, self._send = kind, start, send
+    def __init__(self, kind: type[Any], start: Start, send: Callable[[Answer], object]) -> None:
+        self._kind = kind
+        self._start = start
+        self._send = send
         self._open: dict[int, Any] = {}  # objects by trajectory
         self._rows: dict[int, tuple[str, tuple[str, ...]]] = {}  # file and line of their rows, and the columns
         self._shown: set[str] = set()  # places whose traceback is in the log
@@ -137,7 +123,7 @@ class Server:
             await self._end(Call(key))
 
     async def _make(self, call: Call) -> None:
-        where, row = decode_row(base64.b64decode(call.row))
+        where, row = decode_row(call.row)
         self._rows[call.key] = (where, tuple(row))
         self._open[call.key] = self._kind(row, call.seed)
 
@@ -181,7 +167,7 @@ class Server:
             text += blame(error, columns)
             if (place := blame(error)) and place not in self._shown:  # once: other trajectories repeat it
                 self._shown.add(place)
-                log.warning("%s", encodable(own_traceback(error)))
+                log.warning("%s", traceback_of_user(error))
         return encodable(f"{self._start.path}, row {where}: {text}")
 
     def _forget(self, key: int, task: asyncio.Task[None]) -> None:
@@ -203,65 +189,42 @@ async def _reward(environment: Any) -> float | None:
     return checked_reward(environment)
 
 
-async def serve(connection: socket.socket, progress: Progress) -> None:
-    """Serve calls until the host sends an empty line."""
+async def serve(parent: Parent, kind: type[Any], start: Start) -> None:
+    """Serve calls until the parent sends no more."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(_N_THREADS))
-    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE)
-
-    def send(message: Ready | Answer) -> None:
-        writer.write(msgspec.json.encode(message) + b"\n")
-
-    start = msgspec.json.decode(await reader.readline(), type=Start)
-    sys.path[:0] = [folder for folder in start.search_path if folder not in sys.path]
-    if start.memory_gib:
-        _limit(resource.RLIMIT_AS, int(start.memory_gib * 2**30))
-    try:
-        kind = import_environment(start.path)
-        if issubclass(kind, ToolEnvironment):
-            kind.learn_form(start.written)
-    except EnvironmentError as error:
-        send(Ready([], encodable(str(error))))
-        await writer.drain()
-        return
-    server = Server(kind, start, send)
-    progress.begin(0)  # the import counts no more
-    beats = asyncio.create_task(_beat(progress))
-    send(Ready(list(getattr(kind, "tools", ()))))
-    while (line := await reader.readline()).strip():
-        server.receive(msgspec.json.decode(line, type=Call))
+    receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    server = Server(kind, start, lambda answer: sender.submit(parent.send, answer))
+    beats = asyncio.create_task(_beat(lambda: sender.submit(parent.send, Ready())))
+    while (call := await loop.run_in_executor(receiver, parent.receive)) is not None:
+        server.receive(call)
     await server.close()
     beats.cancel()
 
 
-async def _beat(progress: Progress) -> None:
+async def _beat(send: Callable[[], object]) -> None:
     while True:
-        await asyncio.to_thread(progress.begin, 0)  # through a thread: this also shows that some are left
+        await asyncio.to_thread(send)  # in a thread: this also shows that some are left
         await asyncio.sleep(_BEAT_S)
 
 
-def _limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+def _environment_class(start: Start) -> type[Any]:
+    kind = import_environment(start.path)
+    if issubclass(kind, ToolEnvironment):
+        kind.learn_form(start.written)
+    return kind
 
 
-def main(fd: int, progress_fd: int, folder: str) -> None:
-    """Serve environments; ends with the host."""
-    end_with_parent(fd, folder)
-    for inherited in (fd, progress_fd):
-        os.set_inheritable(inherited, False)  # not for the processes that tools start
-    for left in Path(folder).iterdir():  # files of the process before this one
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
-    os.chdir(folder)
-    _limit(resource.RLIMIT_CORE, 0)
-    with contextlib.suppress(OSError):  # of all processes the system ends this one first; some containers refuse it
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    with contextlib.suppress(ConnectionError):  # the host has ended
-        asyncio.run(serve(socket.socket(fileno=fd), Progress(progress_fd)))
+def main() -> None:
+    """Serve environments; ends with the parent."""
+    parent = Parent()
+    start: Start = parent.receive()
+    if start.memory_gib:
+        limit(resource.RLIMIT_AS, int(start.memory_gib * 2**30))
+    kind = parent.load(start.search_path, lambda: _environment_class(start))
+    parent.send(Ready(tools=tuple(getattr(kind, "tools", ()))))
+    asyncio.run(serve(parent, kind, start))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main()

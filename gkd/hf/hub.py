@@ -58,6 +58,19 @@ def local_path(path: str, key: str, *, weights: bool = True) -> str:
         return hub.local_path(_checked(path), weights=weights)
 
 
+def upload(folder: Path, repo: str) -> str:
+    """Upload a model folder as one commit, to a new private repository if there is none, and return its address."""
+    try:
+        from huggingface_hub import HfApi
+
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+        return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the student"))
+    except Exception as error:  # the library raises many types of errors
+        problem = f"the hub did not take {folder}, which is complete ({next(iter(str(error).splitlines()), '')})."
+        fix = f"write ORG/NAME, set HF_TOKEN to a token that may write there, and run `hf upload {repo} {folder}`."
+        raise ConfigError("--push", repo, problem, fix) from error
+
+
 def cached_folder(path: str) -> str:
     """Return the folder of a model, without its weights, as this host's cache has it; otherwise the path itself."""
     try:

@@ -25,9 +25,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gkd.config.declare import import_function
 from gkd.config.loss_spec import DIVERGENCE_NAMES, LossTerm, Tail
 from gkd.errors import ConfigError
+from gkd.user_code import import_function
 
 Divergence: TypeAlias = Callable[[Tensor, Tensor, LossTerm], Tensor]
 

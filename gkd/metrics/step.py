@@ -10,7 +10,7 @@ import numpy as np
 
 from gkd.config.declare import function_name
 from gkd.config.schema import Config
-from gkd.config.schema_trainer import AHEAD
+from gkd.config.schema_sections import AHEAD
 from gkd.console.state import plain_s
 from gkd.types import FINISH_REASONS, EngineRestarts, RolloutChunk, ScoredChunk, SyncReport, TrainStats
 

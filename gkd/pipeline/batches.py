@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from gkd.config.schema import Config
-from gkd.config.schema_trainer import AHEAD, STREAM
+from gkd.config.schema_sections import AHEAD, STREAM
 from gkd.data.sampler import PromptSampler, make_sampler, on_policy_indices
 from gkd.errors import EngineFailed
 from gkd.pipeline.replay import ReplayedBatches

@@ -10,6 +10,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.config.schema_sections import NO_METRIC
+from gkd.config.schema_teacher import NONE
 from gkd.console.state import SCORES
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
@@ -54,6 +55,7 @@ class Evaluator:
         self._temperature = config.rollout.temperature
         self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
+        self._has_teacher = config.derived.teacher_pool != NONE
         self._images = {each.prompt_id: each.images for each in self._prompts or training_prompts if each.images}
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -97,11 +99,12 @@ class Evaluator:
         """
         with m.stage("eval"):
             with self._gpus.for_rollout():
+                sampled = self._prompts if self._has_teacher or self._config.n > 1 else []
                 pending = generate_and_score(
                     self._roles.rollout,
                     self._scoring,
-                    self._prompts,
-                    range(len(self._prompts)),
+                    sampled,
+                    range(len(sampled)),
                     n=self._config.n,
                     temperature=self._temperature,
                     seed=SEED,
@@ -111,15 +114,7 @@ class Evaluator:
             with self._gpus.for_training():
                 scored = self._scoring.collect(pending)
                 self._metrics.add_scored(scored)
-                stats = self._roles.actor.evaluate(scored, keep_tokens=KEPT_TOKEN_LOSSES)
-            if stats.tokens:
-                self._folder.write_token_losses(step, stats.tokens, self._images)
-            kl = stats.extra.get("loss/token_kl")
-            numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
-            if (canonical := stats.extra.get("loss/canonical")) is not None:
-                numbers["eval/canonical"] = canonical
-            numbers |= evaluation_numbers(stats.tokens)
-            numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
+                numbers = self._distances(step, scored) if self._has_teacher else {}
             if greedy is not None:
                 numbers["eval/accuracy"] = greedy.accuracy
                 numbers |= {
@@ -138,6 +133,19 @@ class Evaluator:
         names = {key: SCORES.get(key) or key.removeprefix("eval/").replace("_", " ") for key in numbers}
         shown = "  ".join(f"{names[key]} {value:.4g}" for key, value in numbers.items() if not isnan(value))
         log.info("step %d: validation: %s", step, shown)
+
+    def _distances(self, step: int, scored: Sequence[ScoredChunk]) -> dict[str, float]:
+        """Return the numbers that compare the student with the teacher; write those of some tokens."""
+        stats = self._roles.actor.evaluate(scored, keep_tokens=KEPT_TOKEN_LOSSES)
+        if stats.tokens:
+            self._folder.write_token_losses(step, stats.tokens, self._images)
+        kl = stats.extra.get("loss/token_kl")
+        numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
+        if (canonical := stats.extra.get("loss/canonical")) is not None:
+            numbers["eval/canonical"] = canonical
+        numbers |= evaluation_numbers(stats.tokens)
+        numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
+        return numbers
 
     def _greedy(self) -> GreedyReport | None:
         """Generate greedily and judge with eval.metric. Return None if there is no metric."""

@@ -8,12 +8,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gkd.config.declare import is_path, search_path
+from gkd.config.declare import is_path
 from gkd.config.loss_spec import LossTerm
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.loss.divergence import divergence_of
 from gkd.loss.divergence_slopes import value_and_slope
+from gkd.user_code import search_path
 
 _TOKENS, _OUTCOMES, _STEP = 4, 6, 1e-5  # sizes of the tables; finite difference, nats
 _FIX = "correct the function; docs/losses.md has the rules under A loss of your own."

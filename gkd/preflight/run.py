@@ -11,11 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gkd.config.check import usable
-from gkd.config.check_values import Mistakes
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
-from gkd.config.schema_teacher import ROLLOUT
+from gkd.config.schema_teacher import NONE, ROLLOUT
 from gkd.data.prompts import load_tokenizer
 from gkd.data.row_files import describe_files
 from gkd.errors import ConfigError, TeacherUnavailable
@@ -26,6 +24,7 @@ from gkd.memory.footprint.estimate import scores_gib
 from gkd.preflight.images import check_image_processors
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
+from gkd.preflight.mistakes import Mistakes, usable
 from gkd.preflight.prompts import read_prompts
 from gkd.preflight.replay import check_replay
 from gkd.preflight.settings import (
@@ -412,8 +411,8 @@ def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
     if not derived.teacher_pool:
         with driver.doing("waiting for the teacher's description"):
             return tuple(request_info(route) for route in derived.routes)
-    if derived.teacher_pool == ROLLOUT:
-        return (rollout_teacher(config, device),)
+    if derived.teacher_pool in (ROLLOUT, NONE):
+        return (rollout_teacher(config, device),) * len(derived.routes)
     from gkd.preflight.meta_models import local_teacher  # imports torch and transformers
 
     return (local_teacher(config, device),)
@@ -429,7 +428,7 @@ def _probed(
     Args:
         tokenizer: whose ids the teachers read.
     """
-    if all(route.teacher.kind.is_described for route in config.derived.routes):
+    if config.derived.teacher_pool or all(route.teacher.kind.is_described for route in config.derived.routes):
         return teachers
     from gkd.preflight.http_teacher import probed  # imports aiohttp
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.config.schema import Config
-from gkd.config.schema_trainer import STREAM
+from gkd.config.schema_sections import STREAM
 from gkd.errors import ClusterError, ConfigError
 from gkd.log import get_logger
 from gkd.types import Prompt

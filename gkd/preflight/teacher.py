@@ -16,7 +16,7 @@ import numpy as np
 from gkd.config.schema import Config, Route
 from gkd.config.schema_rollout import MOST_MASKED
 from gkd.config.schema_sections import DataConfig
-from gkd.config.schema_teacher import HTTP
+from gkd.config.schema_teacher import HTTP, NONE
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
@@ -170,7 +170,7 @@ def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
     tokenizer = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
     return TeacherInfo(
         teacher="",
-        model_name=Path(path).resolve().name,
+        model_name=Path(path).resolve().name if config.derived.teacher_pool != NONE else NONE,
         model_path=str(Path(path).resolve()),
         fingerprint=weights_digest(Path(path)),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer.get_vocab()),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import Config, Route
-from gkd.config.schema_teacher import BY_UNITS
+from gkd.config.schema_teacher import BY_UNITS, NONE
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, DataError, TeacherRefusal
 from gkd.hf.model_folder import eos_token_ids
@@ -31,9 +31,9 @@ _ANSWER = "\ue000answer\ue001"  # characters for private use, which no template 
 
 
 def teacher_tokenizer(config: Config) -> Any:
-    """Return the tokenizer of teacher.tokenizer, or None if it is empty. Raises ConfigError."""
+    """Return the tokenizer of teacher.tokenizer, or None if it is empty, or no teacher scores. Raises ConfigError."""
     path = config.teacher.tokenizer
-    if not path:
+    if not path or config.teacher.backend == NONE:
         return None
     return load_tokenizer(path, "teacher.tokenizer", trust_remote_code=config.model.trust_remote_code)
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import msgspec
 
-from gkd.config.declare import search_path
 from gkd.config.schema import Config
 from gkd.config.schema_sections import COMPARING
 from gkd.data.chat_delta import ChatDelta
-from gkd.data.render import Tools
+from gkd.data.template import Tools
 from gkd.environment import worker as environment_worker
 from gkd.environment.calls import written_calls
 from gkd.environment.pool import Environments
 from gkd.errors import ConfigError, EnvironmentError, RewardError
 from gkd.log import get_logger
 from gkd.scoring.reward import worker as reward_worker
-from gkd.scoring.reward.pool import RewardWorkers
+from gkd.scoring.reward.judging import RewardWorkers
 from gkd.types import Prompt
+from gkd.user_code import search_path
 
 log = get_logger("environment")
 
@@ -59,21 +59,20 @@ def check_functions(
         workers.wait_ready(_IMPORT_S)
         fix = "correct the function, or the row; see docs/losses.md."
         if prompts:
-            workers.values([_first_request(config, prompts[0], tokenizer, len(paths))])
+            workers.values(range(len(paths)), [_first_case(config, prompts[0], tokenizer)])
     except RewardError as error:
         raise ConfigError(key, list(paths), f"{error}.", fix) from error
     finally:
         workers.close()
 
 
-def _first_request(config: Config, prompt: Prompt, tokenizer: Any, n_functions: int) -> reward_worker.Request:
+def _first_case(config: Config, prompt: Prompt, tokenizer: Any) -> reward_worker.Case:
     """Return the reference answer of a prompt, or any text, as a response to judge."""
     text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=True)
     response = prompt.answer or "1"
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
     messages = msgspec.json.encode(turns) if config.rollout.environment else None
-    functions = tuple(range(n_functions))
-    return reward_worker.Request(text, response, 1, False, prompt.row or b"", functions, messages, 0.0)
+    return reward_worker.Case(text, response, prompt.row or b"", 1, False, messages, 0.0)
 
 
 def environment_tools(config: Config, tokenizer: Any) -> Tools:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from gkd.config.schema_trainer import SMALLER_IS_BETTER
+from gkd.config.schema_sections import SMALLER_IS_BETTER
 from gkd.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from gkd.log import get_logger
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
@@ -35,7 +35,7 @@ from gkd.run.manifest import Manifest, check_sizes, digest_bytes, verify
 from gkd.types import FileDigest
 
 if TYPE_CHECKING:
-    from gkd.config.schema_trainer import TrainerConfig
+    from gkd.config.schema_sections import TrainerConfig
 
 
 log = get_logger("checkpoints")

@@ -237,7 +237,7 @@ def _holds_run(root: Path) -> bool:
 
 def may_change(key: str, now: Config) -> bool:
     """Return whether a run that resumes with these settings may change the key; see `resume` at the key's field."""
-    rule = all_keys()[key].key.resume
+    rule = all_keys()[key].setting.resume
     if isinstance(rule, bool) or rule == IF_MOVED:
         return rule is True  # `kept_value` leaves out what may change
     if rule == IF_NO_REWARD:
@@ -250,7 +250,7 @@ def may_change(key: str, now: Config) -> bool:
 def kept_value(config: Config, key: str) -> object:
     """Return the part of a value that a resumed run must keep, unless it may change the whole key."""
     value = config.value(key)
-    if all_keys()[key].key.resume != IF_MOVED:
+    if all_keys()[key].setting.resume != IF_MOVED:
         return value
     return {name: (route.temperature, route.weight) for name, route in sorted(value.items())}  # a server may move
 

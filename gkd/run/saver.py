@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gkd.config.check_values import save_interval
 from gkd.config.load import yaml_values
-from gkd.config.schema_trainer import TrainerConfig
+from gkd.config.schema_sections import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.roles import ActorRole, ScoringRole

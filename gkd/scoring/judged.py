@@ -14,7 +14,6 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import gather
-from gkd.config.declare import search_path
 from gkd.config.schema import Config, Derived
 from gkd.config.schema_teacher import DistillConfig
 from gkd.data.row_files import RowTable
@@ -23,6 +22,7 @@ from gkd.roles import Computation, Roles, ScoringRole
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, student_tokenizer
 from gkd.scoring.reward.worker import UNKNOWN
 from gkd.types import FileDigest, PendingScores, Prompt, Recording, Rollout, RolloutChunk, Sample, ScoredChunk
+from gkd.user_code import search_path
 
 log = get_logger("reward")
 

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from gkd.actor import worker as actor_worker
-from gkd.actor.frozen.pools import LocalScoring, ReferencePool
+from gkd.actor.frozen.pools import LocalScoring, NoTeacher, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
@@ -22,7 +22,7 @@ from gkd.cluster.pool import Pool
 from gkd.cluster.stacks import hang_report, rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schema import Config
-from gkd.config.schema_teacher import ACTOR, ROLLOUT
+from gkd.config.schema_teacher import ACTOR, NONE, ROLLOUT
 from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.log import get_logger
@@ -202,6 +202,8 @@ def _connect(
     if config.derived.teacher_pool == ROLLOUT:
         local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
         return Roles(actor, rollout, local, pushes, reference)
+    if config.derived.teacher_pool == NONE:
+        return Roles(actor, rollout, NoTeacher(list, endpoints, timeout_s), pushes, reference)
     throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
     remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
     pool = ScoringPool(endpoints, timeout_s)

@@ -20,7 +20,7 @@ from gkd.cluster.gpu_table import TEACHER
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.config.schema_trainer import AHEAD
+from gkd.config.schema_sections import AHEAD
 from gkd.console.state import plain_s
 from gkd.console.summary import MIN_STEPS, WARM_UP
 from gkd.errors import ConfigError

@@ -9,14 +9,12 @@ import os
 import socket
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from teacher_server.cli.admin_link import AdminLink
 from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
 from teacher_server.config.command import command_parser
-from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import HTTP_OPTIONS, HttpSettings
-from teacher_server.config.settings import ipv4, server_endpoint
+from teacher_server.config.settings import add_flags, flag_of, given_flags, ipv4, server_endpoint, settings_from
 from teacher_server.errors import ServerError, SettingsError
 from teacher_server.http.app import run
 from teacher_server.http.link import BrokerLink
@@ -57,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     add_flags(parser, HTTP_OPTIONS, "the HTTP server")
-    settings = HttpSettings(**given_flags(parser.parse_args(argv), HTTP_OPTIONS))
+    flags = given_flags(parser.parse_args(argv), HttpSettings)
+    settings = settings_from(HttpSettings, [flags], flag_of)
     address, token = ipv4("--host", settings.host), _token(settings.bearer_env)
     if not ipaddress.ip_address(address).is_loopback and not token:
         raise SettingsError(
@@ -72,10 +71,9 @@ def main(argv: Sequence[str]) -> int:
         listener = stack.enter_context(_listener(address, settings.port))
         port = listener.getsockname()[1]
         if settings.ready_file is not None:
-            settings_file = Path(settings.ready_file)
-            check_ready_file(settings_file)
-            remove_ready_file(settings_file)
-            stack.callback(remove_ready_file, settings_file)
+            check_ready_file(settings.ready_file)
+            remove_ready_file(settings.ready_file)
+            stack.callback(remove_ready_file, settings.ready_file)
         log_to_stderr("http", settings.log_format)
         run(listener, BrokerLink(endpoint, keys), token, partial(_announce, settings, address, port, names))
     return 0
@@ -108,4 +106,4 @@ def _announce(settings: HttpSettings, address: str, port: int, names: str) -> No
     """Print the ready line, and write the ready file."""
     print(f"ready: http://{address}:{port} teachers={names}", flush=True)
     if settings.ready_file is not None:
-        write_ready_file(Path(settings.ready_file), {"host": address, "port": port, "pid": os.getpid()})
+        write_ready_file(settings.ready_file, {"host": address, "port": port, "pid": os.getpid()})

@@ -25,9 +25,8 @@ from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, w
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.config.command import command_parser, gkd_words
 from teacher_server.config.declare import is_path
-from teacher_server.config.options import add_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
-from teacher_server.config.settings import read_settings
+from teacher_server.config.settings import add_flags, read_settings
 from teacher_server.engines.hub import local_path
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_server_keys

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from teacher_server.broker.broker import Broker
 from teacher_server.config.schema import TEACHER_OPTIONS
+from teacher_server.config.settings import flag_of
 from teacher_server.errors import ServerError
-from teacher_server.log import LogFormat
 from teacher_server.worker.gpus import WorkerPlan
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,14 @@ class WorkerCommand:
 
     endpoint: str  # broker's endpoint for local workers
     compute_timeout_s: float
-    log_format: LogFormat
+    log_format: str
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
         """Return the command line of one worker."""
         teacher = plan.teacher
-        values = {option.flag: getattr(teacher, option.key) for option in TEACHER_OPTIONS if option.key != "gpus"}
+        values = {
+            flag_of(option.name): getattr(teacher, option.name) for option in TEACHER_OPTIONS if option.name != "gpus"
+        }
         values |= {
             "--broker": self.endpoint,
             "--model": teacher.model,

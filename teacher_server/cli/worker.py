@@ -14,13 +14,20 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from teacher_server.config.command import command_parser
 from teacher_server.config.declare import is_path
-from teacher_server.config.options import add_flags, given_flags
-from teacher_server.config.schema import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS
-from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
+from teacher_server.config.schema import SERVER_OPTIONS, TEACHER_OPTIONS, GivenSettings
+from teacher_server.config.settings import (
+    ONLY_TEACHER,
+    add_flags,
+    check_name,
+    flag_of,
+    given_flags,
+    settings_from,
+    tcp_endpoint,
+)
 from teacher_server.engines.base import image_processor, prefix_block
 from teacher_server.errors import ServerError, SettingsError
 from teacher_server.log import log_to_stderr
@@ -39,7 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 N_STREAMS = 64  # sequences in flight that keep a worker busy, at least; else its credit in sequences of 256 tokens
-_OPTIONS = (*TEACHER_OPTIONS, KEYS, COMPUTE_TIMEOUT_S, LOG_FORMAT)
+_OF_SERVER = ("keys", "compute_timeout_s", "log_format")  # flags that a worker has, too
+_OPTIONS = (*TEACHER_OPTIONS, *(option for option in SERVER_OPTIONS if option.name in _OF_SERVER))
 _EXAMPLES = """examples:
   add two GPUs of another host to the server on 10.0.0.5, which was started with --worker-port 15556 --keys keys:
     gkd teacher worker --broker 10.0.0.5:15556 --model /models/teacher --gpus 0,1 \\
@@ -76,24 +84,24 @@ def main(argv: Sequence[str]) -> int:
     # ends its own workers itself, so those ignore them.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN if args.parent_pid else signal.SIG_DFL)
-    values = {option.key: option.default for option in _OPTIONS} | given_flags(args, _OPTIONS)
+    settings = settings_from(GivenSettings, [given_flags(args, GivenSettings)], flag_of)
     name = _name(args)
-    log_to_stderr(name, values["log_format"])
+    log_to_stderr(name, settings.log_format)
     if args.parent_pid:
         die_with_parent(args.parent_pid)
     endpoint = _endpoint(args.broker)
     check_name(args.teacher, "--teacher")
-    keys = load_peer_keys(values["keys"], "worker") if values["keys"] else None
-    folder = inspect_model_folder(args.model, needs_weights=not is_path(values["engine"]))
-    _limit_process(values)
+    keys = load_peer_keys(settings.keys, "worker") if settings.keys else None
+    folder = inspect_model_folder(args.model, needs_weights=not is_path(settings.engine))
+    _limit_process(settings)
     tokenizer = describe_tokenizer(folder)
-    engine = _load(folder, values)
-    hello = _hello(name, args.teacher, folder, tokenizer, engine, values)
-    link = WorkerLink(endpoint, hello, keys=keys, compute_timeout_s=values["compute_timeout_s"])
+    engine = _load(folder, settings)
+    hello = _hello(name, args.teacher, folder, tokenizer, engine, settings)
+    link = WorkerLink(endpoint, hello, keys=keys, compute_timeout_s=settings.compute_timeout_s)
     leave_on = (signal.SIGTERM,) if args.parent_pid else (signal.SIGTERM, signal.SIGINT)
     SignalWatch(leave_on, lambda count: _on_signal(count, link))
     log.info("loaded %s on %s (%s, %s)", folder.name, engine.device, engine.name, engine.dtype)
-    return _serve(engine, link, hello, values["max_batch_tokens"])
+    return _serve(engine, link, hello, settings.max_batch_tokens)
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -113,39 +121,39 @@ def _endpoint(broker: str) -> str:
     return tcp_endpoint("--broker", broker.removeprefix("tcp://"))
 
 
-def _limit_process(values: dict[str, Any]) -> None:
+def _limit_process(settings: GivenSettings) -> None:
     """Set the environment of this process. Call it before torch is imported, which reads it once."""
-    os.environ.update(thread_env(values["threads"]))
-    gpus = values["gpus"]
-    if gpus is not None and len(gpus) != values["tensor_parallel_size"]:
+    os.environ.update(thread_env(settings.threads))
+    gpus = settings.gpus
+    if gpus is not None and len(gpus) != settings.tensor_parallel_size:
         raise SettingsError(
             f"--gpus {','.join(gpus)}: a worker runs one model copy on --tensor-parallel-size "
-            f"{values['tensor_parallel_size']} GPUs. Fix: start one worker per group of GPUs."
+            f"{settings.tensor_parallel_size} GPUs. Fix: start one worker per group of GPUs."
         )
-    if gpus is not None and values["device"] != "cpu":
+    if gpus is not None and settings.device != "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # number GPUs as nvidia-smi does
 
 
-def _load(folder: ModelFolder, values: dict[str, Any]) -> Engine:
+def _load(folder: ModelFolder, settings: GivenSettings) -> Engine:
     from teacher_server.engines.load import EngineSettings, load_engine  # after `_limit_process`
 
-    max_tokens = values["max_tokens"] or folder.max_tokens
+    max_tokens = settings.max_tokens or folder.max_tokens
     if max_tokens > folder.max_tokens:
         raise SettingsError(f"--max-tokens {max_tokens}: more than the model's {folder.max_tokens}.")
     return load_engine(
         EngineSettings(
             model=folder.path,
-            engine=values["engine"],
-            device=values["device"],
-            dtype=values["dtype"],
-            tensor_parallel_size=values["tensor_parallel_size"],
-            threads=values["threads"],
+            engine=settings.engine,
+            device=settings.device,
+            dtype=settings.dtype,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            threads=settings.threads,
             max_tokens=max_tokens,
-            max_batch_tokens=values["max_batch_tokens"],
-            gpu_memory_utilization=values["gpu_memory_utilization"],
-            kv_cache_mib=values["kv_cache_mib"],
-            images=values["images"],
+            max_batch_tokens=settings.max_batch_tokens,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_mib=settings.kv_cache_mib,
+            images=settings.images,
         )
     )
 
@@ -156,7 +164,7 @@ def _hello(
     folder: ModelFolder,
     tokenizer: tuple[str, str, str],
     engine: Engine,
-    values: dict[str, Any],
+    settings: GivenSettings,
 ) -> WorkerHello:
     return WorkerHello(
         name=name,
@@ -178,13 +186,13 @@ def _hello(
         dtype=engine.dtype,
         gpus=own_gpus(
             engine.device,
-            values["gpus"] or (),
+            settings.gpus or (),
             os.environ.get("CUDA_VISIBLE_DEVICES"),
-            values["tensor_parallel_size"],
+            settings.tensor_parallel_size,
         ),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        credit_tokens=CREDIT_BATCHES * values["max_batch_tokens"],
-        n_streams=max(N_STREAMS, CREDIT_BATCHES * values["max_batch_tokens"] // 256),
+        credit_tokens=CREDIT_BATCHES * settings.max_batch_tokens,
+        n_streams=max(N_STREAMS, CREDIT_BATCHES * settings.max_batch_tokens // 256),
         prefix_block=prefix_block(engine),
     )
 

@@ -11,71 +11,115 @@ import argparse
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-import yaml
-
-from teacher_server.config.declare import OTHER_BASE
-from teacher_server.config.options import file_values, given_flags
-from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
+from teacher_server.config.declare import keys_of
+from teacher_server.config.load import (
+    Problem,
+    Tree,
+    Unreadable,
+    limit_problems,
+    merge,
+    nearest,
+    read_file,
+    read_word,
+)
+from teacher_server.config.schema import (
+    N_WORKERS,
+    SERVER_OPTIONS,
+    TEACHER_OPTIONS,
+    GivenSettings,
+    Option,
+    ServerSetting,
+    ServerSettings,
+    TeacherSettings,
+    options_of,
+)
 from teacher_server.errors import SettingsError
 
+T = TypeVar("T")
 ONLY_TEACHER = "default"  # its name where --model or `model:` gives no other
-_OWN_OPTIONS = (*TEACHER_OPTIONS, N_WORKERS)
+_OWN_KEYS = [option.name for option in (*TEACHER_OPTIONS, N_WORKERS)]
+_EXAMPLE = "{math: {model: PATH}}"
 _HOST = re.compile(r"[A-Za-z0-9._-]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:
     """Return the complete settings. Raises SettingsError naming the invalid flag or key, and the fix."""
-    flags = given_flags(args, (*SERVER_OPTIONS, *_OWN_OPTIONS))
-    config = read_yaml(args.config) if args.config is not None else {}
-    where = str(args.config)
-    in_file = file_values(config, (*SERVER_OPTIONS, *_OWN_OPTIONS), where, ("model", "teachers"))
-    models, own = _teachers(args, config, where)
-    defaults = {option.key: option.default for option in (*SERVER_OPTIONS, *_OWN_OPTIONS)}
-    common = defaults | in_file | flags
+    flags = given_flags(args, GivenSettings)
+    content = _read_file(args.config) if args.config is not None else {}
+    models, own = _teachers(args, content)
+    common = {key: value for key, value in content.items() if key not in ("model", "teachers")}
+    whole = settings_from(
+        GivenSettings, [common, flags], lambda key: flag_of(key) if key in flags else f"{args.config}: {key}"
+    )
     teachers = []
     for name, model in models.items():
-        values = defaults | in_file | own.get(name, {}) | flags
+        in_file = own.get(name, {})
+        trees = [_of_teacher(common), in_file, _of_teacher(flags)]
+        teacher = settings_from(TeacherSettings, trees, f"{args.config}: teachers.{name}.".__add__)
         # The common `gpus` are distributed over the teachers; only the file can give a teacher its own.
-        values["gpus"] = None if "gpus" in flags else own.get(name, {}).get("gpus")
-        fields = {option.key: values[option.key] for option in _OWN_OPTIONS}
-        teachers.append(TeacherSettings(name=name, model=model, **fields))
-    fields = {option.key: common[option.key] for option in SERVER_OPTIONS}
-    fields["ready_file"] = Path(fields["ready_file"]) if fields["ready_file"] else None
-    address = ipv4("--host", fields["host"])
-    settings = ServerSettings(teachers=tuple(teachers), gpus=common["gpus"], address=address, **fields)
+        gpus = teacher.gpus if "gpus" in in_file and "gpus" not in flags else None
+        teachers.append(replace(teacher, name=name, model=model, gpus=gpus))
+    values = {option.name: getattr(whole, option.name) for option in SERVER_OPTIONS}
+    address = ipv4("--host", whole.host)
+    settings = ServerSettings(teachers=tuple(teachers), gpus=whole.gpus, address=address, **values)
     _check(settings)
     return settings
 
 
-def _teachers(
-    args: argparse.Namespace, config: Mapping[Any, Any], where: str
-) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+def _read_file(path: str) -> Tree:
+    """Return the values of the YAML file. Raises SettingsError."""
+    try:
+        return _given(read_file(path, GivenSettings))
+    except Unreadable as error:
+        problem = error.problem
+        where = f"--config {path}" if problem.key == "--config" else f"{path}: {problem.key}"
+        raise settings_error(where, problem) from error
+
+
+def _given(tree: Tree) -> Tree:
+    """Return the tree without keys that have nothing after them: they have their defaults."""
+    return {key: value for key, value in tree.items() if value is not None}
+
+
+def _of_teacher(tree: Tree) -> Tree:
+    return {key: value for key, value in tree.items() if key in _OWN_KEYS}
+
+
+def _folder(model: Any, where: str) -> str:
+    if not isinstance(model, str):
+        raise SettingsError(f"{where}: {model!r} is not a folder. Fix: write its path.")
+    return model
+
+
+def _teachers(args: argparse.Namespace, content: Tree) -> tuple[dict[str, str], dict[str, Tree]]:
     """Return {name: model folder} and {name: values of the file for this teacher alone}."""
+    where = str(args.config)
     models: dict[str, str] = {}
-    own: dict[str, dict[str, Any]] = {}
-    in_file = config.get("teachers") or {}
+    own: dict[str, Tree] = {}
+    in_file = content.get("teachers", {})
     if not isinstance(in_file, dict):
-        raise SettingsError(f"{where}: teachers: not a mapping of names. Fix: teachers: {{math: {{model: PATH}}}}.")
+        raise SettingsError(f"{where}: teachers: not a mapping of names. Fix: teachers: {_EXAMPLE}.")
     for name, values in in_file.items():
         place = f"{where}: teachers.{name}"
         if not isinstance(values, dict):
             raise SettingsError(f"{place}: {values!r} is not a mapping. Fix: {name}: {{model: PATH}}.")
-        models[check_name(name, place)] = _path(values.get("model", ""), f"{place}.model")
-        own[name] = file_values(values, _OWN_OPTIONS, place, ("model",))
-    for flag, text in ((f"{where}: model", config.get("model")), ("--model", args.model)):
-        if text is not None:
+        models[check_name(name, place)] = _folder(values.get("model", ""), f"{place}.model")
+        own[name] = _given({key: value for key, value in values.items() if key != "model"})
+    for flag, model in ((f"{where}: model", content.get("model")), ("--model", args.model)):
+        if model is not None:
             if own:
                 raise SettingsError(f"{flag}: there are `teachers` in {where}, too. Fix: use one of the two.")
-            models[ONLY_TEACHER] = _path(text, flag)
+            models[ONLY_TEACHER] = _folder(model, flag)
     given: set[str] = set()
     for text in args.teacher or ():
         name, _, model = text.partition("=")
-        if args.model is not None or "model" in config:
+        if args.model is not None or "model" in content:
             raise SettingsError(f"--teacher {text}: there is a model without a name, too. Fix: use one of the two.")
         if name in given:
             raise SettingsError(f"--teacher {text}: {name} is given twice.")
@@ -84,38 +128,6 @@ def _teachers(
     if not models:
         raise SettingsError("no teacher. Fix: give --model PATH, --teacher NAME=PATH or --config FILE.")
     return models, own
-
-
-def read_yaml(path: str) -> dict[Any, Any]:
-    """Return the mapping in a YAML file. Raises SettingsError: not readable, not a mapping, or a duplicate key."""
-    try:
-        content = yaml.load(Path(path).read_bytes(), _StrictLoader)  # a SafeLoader
-    except OSError as error:
-        raise SettingsError(f"--config {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path}: invalid YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise SettingsError(f"--config {path}: not a mapping of settings.")
-    return content
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuse duplicate keys: YAML would drop a teacher that is named twice. Refuse 010, which YAML reads as 8."""
-
-    def construct_scalar(self, node: Any) -> Any:
-        if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(node.value):
-            problem = f"{node.value} is no decimal number; write one, or put a text into quotes"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return super().construct_scalar(node)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"duplicate key {key!r}", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def _check(settings: ServerSettings) -> None:
@@ -148,6 +160,73 @@ def _check(settings: ServerSettings) -> None:
     ports = [port for port in (settings.port, settings.worker_port, settings.metrics_port) if port]
     if len(set(ports)) < len(ports):
         raise SettingsError("--port, --worker-port and --metrics-port are not different. Fix: change one, or use 0.")
+
+
+def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], title: str) -> None:
+    """Add a flag for each option. Flags that are not on the command line are not in the namespace."""
+    group = parser.add_argument_group(title)
+    for each in options:
+        setting = each.setting
+        if setting.in_file_only:
+            continue
+        if each.type == "bool":
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag_of(each.name), action=action, default=argparse.SUPPRESS, help=each.help)
+            continue
+        choices = [*setting.choices, *["MODULE:FUNCTION"] * setting.paths]
+        metavar = "{" + ",".join(choices) + "}" if choices else setting.metavar
+        text = each.help if each.default is None else f"{each.help} (default: {each.default})"
+        # Values stay text here and are converted later, so that a flag and a YAML key give the same error.
+        group.add_argument(flag_of(each.name), dest=each.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def flag_of(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def given_flags(args: argparse.Namespace, cls: type) -> Tree:
+    """Return {key: value} of the flags on the command line. Raises SettingsError."""
+    tree: Tree = {}
+    for each in options_of(cls):
+        value = vars(args).get(each.name)
+        if isinstance(value, str) and each.type.startswith(("int", "float")):
+            try:
+                tree |= read_word(f"{each.name}={value}", cls)
+            except Unreadable as error:
+                raise settings_error(flag_of(each.name), error.problem) from error
+        elif value is not None:
+            tree[each.name] = value
+    return tree
+
+
+def settings_from(cls: type[T], trees: Iterable[Tree], where: Callable[[str], str]) -> T:
+    """Return the settings of trees, of which later ones win.
+
+    Args:
+        where: returns the place of a key in an error.
+
+    Raises:
+        SettingsError: an unknown key, or an invalid value. A value that is empty, as of a variable that is not set, is
+            no default: a server would run without its keys.
+    """
+    keys, trees = keys_of(cls, ServerSetting), list(trees)
+
+    def unknown(values: Mapping[str, Any]) -> list[Problem]:
+        return [Problem(key, values[key], "there is no such key.", nearest(key, keys)) for key in values]
+
+    settings, problems = merge(cls, keys, trees, unknown)
+    fix = "write a value, or leave it out."
+    problems += [Problem(key, "", "is empty.", fix) for tree in trees for key, value in tree.items() if value == ""]
+    if settings is not None:
+        problems += limit_problems(keys, partial(getattr, settings))
+    for problem in problems:
+        raise settings_error(where(problem.key), problem)
+    assert settings is not None
+    return settings
+
+
+def settings_error(where: str, problem: Problem) -> SettingsError:
+    return SettingsError(f"{where}: {problem.value!r}: {problem.problem} Fix: {problem.fix}")
 
 
 def ipv4(flag: str, host: str) -> str:
@@ -185,9 +264,3 @@ def check_name(name: object, where: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SettingsError(f"{where}: {name!r} is not a valid name. Fix: up to 64 letters, digits and . _ -")
     return name
-
-
-def _path(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise SettingsError(f"{where}: {value!r} is not a folder.")
-    return value

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.gpu_kernels import keep_kernels_on_gpus
 from teacher_server.engines.signals import MatrixStream, score_hidden
 from teacher_server.engines.weight_files import read_json, some_names
 from teacher_server.errors import ServerError
@@ -90,6 +91,7 @@ class HfEngine:
         if not images:
             keep_language_model(model)
         self._device = torch.device(device)
+        keep_kernels_on_gpus(model)
         if self._device.type == "cpu":
             use_onednn(model)
         self._model = model.to(self._device).eval().requires_grad_(False)

@@ -159,6 +159,7 @@ class LoadRecord(NamedTuple):
 
     kind: str = ""  # class of vLLM's model
     read: Mapping[str, tuple[tuple[int, ...], list[Part]]] = {}  # tensor -> its shape, and what was read of it
+    dtypes: Mapping[str, torch.dtype] = {}  # tensor -> its dtype in the folder
     problem: str = ""  # why loading failed, or which parameters were not filled
 
 
@@ -237,6 +238,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.current = "its files"  # or the tensor that is loaded
         self._read: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         held = (*model.named_buffers(), *model.named_parameters())  # vLLM has buffers that are views of parameters
         self._places = {_storage(tensor): (name, _layout(tensor)[2]) for name, tensor in held}
         self._written: defaultdict[str, set[Region]] = defaultdict(set)  # key: place
@@ -251,6 +253,7 @@ class _Recorder(TorchDispatchMode):
         for name, tensor in weights:
             self.current = f"{name} {list(tensor.shape)}"
             self._read[name] = tuple(tensor.shape), []
+            self._dtypes[name] = tensor.dtype
             self._names[_storage(tensor)] = name, StorageWeakRef(tensor.untyped_storage())
             yield name, tensor
         self.current = "its parameters"
@@ -262,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         problem = f"does not get all of its {some_names(unfilled)}, so it is another model" if unfilled else ""
         for _, parts in self._read.values():
             parts[:] = [part._replace(place="") if part.place in self._computed else part for part in parts]
-        return LoadRecord(type(model).__name__, self._read, problem)
+        return LoadRecord(type(model).__name__, self._read, self._dtypes, problem)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -125,13 +125,13 @@ def _shares(
             f"teachers.{with_own[0].name}.gpus: teacher {without} has no `gpus`. Fix: set `gpus` for every teacher, "
             "or for none."
         )
-    shares = {teacher.name: (teacher.gpus, True) for teacher in teachers if teacher.gpus is not None}
+    shares = {teacher.name: (tuple(teacher.gpus), True) for teacher in teachers if teacher.gpus is not None}
     # On CPU the ids are labels. If any teacher uses real GPUs, CPU teachers get none of them.
     device = "cuda" if any(teacher.device == "cuda" for teacher in teachers) else "cpu"
     if not with_own:
         shares = {teacher.name: ((), False) for teacher in teachers}
         receivers = [teacher for teacher in teachers if teacher.device == device]
-        gpus = settings.gpus if settings.gpus is not None else found.ids if device == "cuda" else ()
+        gpus = tuple(settings.gpus) if settings.gpus is not None else found.ids if device == "cuda" else ()
         if receivers and len(gpus) % len(receivers):
             raise SettingsError(
                 f"--gpus: {len(gpus)} GPUs cannot be divided evenly among {len(receivers)} teachers. Fix: write `gpus` "

@@ -77,7 +77,6 @@ def _run(rounds: int) -> dict[str, list[dict[str, float]]]:
     os.environ.update(CPU_ENV)
     from transformers import AutoTokenizer
 
-    from gkd.config.declare import search_path
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.config.schema_sections import DataConfig
     from gkd.data.chat_delta import ChatDelta
@@ -89,6 +88,7 @@ def _run(rounds: int) -> dict[str, list[dict[str, float]]]:
     from gkd.rollout.messages import Job, Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.rollout.vllm.turns import Turns
+    from gkd.user_code import search_path
 
     folder = steady_student(Path(tempfile.mkdtemp(prefix="gkd_bench_turns_")))
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -14,7 +14,7 @@ from gkd.actor.common.shard_writer import write
 from tests.dist.helpers import group_of_one
 from tests.dist.megatron_reference import make_micro_batches
 from tests.dist.peft_reference import LORA
-from tests.dist.resume_cases import LAST, SAVED_AT, late_snapshot, leave_out, weights
+from tests.dist.resume_cases import LAST, SAVED_AT, exported, late_snapshot, leave_out, weights
 from tests.dist.student_cases import build_student, share
 
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"cpu_offload": True}, "lora": {"lora": LORA}}
@@ -35,6 +35,7 @@ def save_all(root: Path, rank: int, world_size: int, names: list[str]) -> dict[s
         losses = _train(student, SAVED_AT, LAST)
         write(_folder(root, world_size, name), rank, snapshot)
         dist.barrier()
+        assert exported(_folder(root, world_size, name), root / "qwen3") == saved
         results[name] = {"saved": saved, "losses": losses, "final": weights(student)}
     return results
 

@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
 from gkd.actor.common.shards import ShardReader
+from gkd.actor.fsdp.student import readers as fsdp_tensors
+from gkd.actor.megatron.checkpoint import readers as megatron_tensors
+from gkd.config.load import load_config
+from gkd.hf.model_folder import open_tensors
 from tests.device import host, rank_device
 from tests.dist.helpers import destroy_groups
 from tests.dist.megatron_reference import make_micro_batches
@@ -118,6 +122,17 @@ def weights(student: Any) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in student.export()}
 
 
+def exported(folder: Path, base: Path, lora: Any = None) -> dict[str, str]:
+    """Return the digest of each tensor that `gkd export` writes of a checkpoint."""
+    with ShardReader(folder) as reader, open_tensors(base) as held:
+        saved = megatron_tensors if reader.meta["strategy"] == "megatron" else fsdp_tensors
+        config = load_config(None).with_values({} if lora is None else {"actor.lora": lora})
+        weights, factors = saved(reader, config, base, held)
+        for (_, shape, dtype), read in (*weights.items(), *factors.items()):
+            assert (tuple(read().shape), read().dtype) == (shape, dtype)
+        return {name: digest(read()) for (name, _, _), read in weights.items()}
+
+
 def digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(host(tensor.contiguous().view(-1).view(torch.uint8)), digest_size=16).hexdigest()
 
@@ -136,12 +151,14 @@ def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -
         stats, final = train(student, SAVED_AT, LAST), weights(student)
         write(case.folder(root), rank, snapshot)
         dist.barrier()
+        whole = exported(case.folder(root), root / case.kind, LORA if case.lora else None)
         resumed = make_student(root, case, rank)
         resumed.load_checkpoint(case.folder(root))
         results[case] = {
             "step": resumed.step,
             "saved": saved,
             "loaded_equal": weights(resumed) == saved,
+            "export_equal": saved.items() <= whole.items(),
             "rng_equal": _draw() == drawn,
             "stats_equal": train(resumed, SAVED_AT, LAST) == stats,
             "final_equal": weights(resumed) == final,

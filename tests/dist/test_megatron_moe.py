@@ -27,7 +27,8 @@ from tests.dist.megatron_reference import (
     pack,
     train_reference,
 )
-from tests.dist.resume_cases import save
+from tests.dist.resume_cases import exported, save
+from tests.dist.resume_cases import weights as digests
 from tests.dist.student_cases import grads_of, step_in_parts, weights
 
 N_STEPS = 5
@@ -162,6 +163,8 @@ def _resume(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         student.train_step(_mine(student.layout, step))
     save(student, folder / "checkpoint")
     dist.barrier()  # before the files of the other ranks are read
+    untrained = {name: own for name, own in digests(student).items() if name.endswith("correction_bias")}
+    assert digests(student).items() - untrained.items() <= exported(folder / "checkpoint", folder).items()
     expected = student.train_step(_mine(student.layout, 2))
     for name in names:
         resumed = _student(rank, folder, name, recompute="full")

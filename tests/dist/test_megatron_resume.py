@@ -143,7 +143,7 @@ def _check_resume(saved: list[dict[Case, dict[str, Any]]]) -> None:
     for results in saved:
         for case, result in results.items():
             assert result["step"] == SAVED_AT, case
-            for what in ("loaded_equal", "rng_equal", "stats_equal", "final_equal"):
+            for what in ("loaded_equal", "export_equal", "rng_equal", "stats_equal", "final_equal"):
                 assert result[what], (str(case), what)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import model_parts as parts
 from tests.model_families import families
 from tests.pages import tables, with_tables
 from tests.structure import ROOT
@@ -50,6 +52,14 @@ def test_a_family_has_the_outcomes_of_the_page(name: str) -> None:
 
     row = measure(name)
     assert _outcomes(row) == _outcomes(RESULTS[name]), row["why"]
+
+
+@pytest.mark.dist
+def test_a_student_adds_residuals_in_float32(tmp_path: Path) -> None:
+    """Fails if a model of which transformers keeps the residuals in float32 cannot be trained in bfloat16."""
+    parts.make(tmp_path, "mamba2")
+    outcome = parts.student_in_16_bits(tmp_path)
+    assert outcome.kind == "ok", outcome
 
 
 def test_the_page_has_the_measured_families() -> None:

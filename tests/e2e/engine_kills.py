@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from gkd import main_gkd
-from gkd.config.schema_trainer import AHEAD, STREAM
+from gkd.config.schema_sections import AHEAD, STREAM
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab, make_lab

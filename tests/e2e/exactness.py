@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from gkd.config.load import load_config
 from gkd.data.sampler import PromptSampler
 from gkd.metrics.writer import read_metrics
+from gkd.run.manifest import digest_file
 from gkd.run.rollout_file import read_sequences
+from gkd.tools import export
 from gkd.types import Prompt, Rollout
 
 # Times, memory, the number of verified tensors, a mean over chunks in their order of arrival, and what `base_run` alone
@@ -54,6 +56,16 @@ def differences(
             if not key.startswith((*_NOT_COMPARED, *but)) and expected.get(key) != got.get(key):
                 found.append(f"step {step}: {key} {got.get(key)!r}, expected {expected.get(key)!r}")
     return found + (_different_weights(one, other) if export else [])
+
+
+def check_export(run_dir: Path, out: Path) -> None:
+    """Assert that `gkd export` of the newest checkpoint writes every byte of the run's own export."""
+    assert export.main([str(run_dir), "--out", str(out)]) == 0
+    own, made = (
+        {file.relative_to(root).as_posix(): digest_file(file) for file in root.rglob("*") if file.is_file()}
+        for root in (run_dir / "export", out)
+    )
+    assert own == made and {"README.md", "config.json", "model.safetensors"} <= own.keys()
 
 
 def check_taken(run_dir: Path, *, n_steps: int, n_prompts: int, whole: bool = True) -> list[list[Rollout]]:

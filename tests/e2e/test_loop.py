@@ -9,11 +9,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import psutil
 import pytest
@@ -27,9 +30,10 @@ from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
 from teacher_server.config.command import gkd_words
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
-from tests.e2e.exactness import check_taken, steps_of
+from tests.e2e.exactness import check_export, check_taken, steps_of
 from tests.e2e.killed_main import Fault, is_engine_child, with_faults
 from tests.processes import wait_until
+from tests.unit import judging_functions
 
 pytestmark = pytest.mark.e2e
 N_TENSORS = 24  # of the two-layer student in Hugging Face's names
@@ -145,6 +149,38 @@ def test_the_student_learned_from_the_teacher(base_run: Path) -> None:
 def test_the_export_answers_like_the_engine(base_run: Path) -> None:
     """If it fails, the model that users take away is not the one that was trained and evaluated, or does not load."""
     assert count_equal(base_run / "export", base_run / "samples" / "step_00000004.jsonl") == (50, 50)
+
+
+def test_a_checkpoint_is_evaluated_and_exported_as_by_its_run(
+    base_run: Path, lab: Lab, teacher_port: int, tmp_path: Path
+) -> None:
+    """Fails if `gkd eval` or `gkd export` takes other weights, prompts or responses than the run, needs a teacher for
+    the accuracy, leaves a folder behind, or prints more than JSON.
+    """
+
+    def evaluated(*words: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "gkd.cli", "eval", str(base_run), "--json", "cluster.gpus=[]", *words]
+        env = os.environ | {"TMPDIR": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=env)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert not [name for name in left_behind(str(tmp_path)) if name.startswith("gkd_")]
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    check_export(base_run, tmp_path / "newest")
+    before = {file.name: file.stat().st_mtime_ns for file in base_run.iterdir()}
+    own, found = steps_of(base_run)[2], evaluated("--step", "2", f"teacher.server_port={teacher_port}")
+    assert (found["step"], found["prompts"], found["metric"]) == (2, 52, "exact_match")
+    assert {key: found[key] for key in own if key.startswith("eval/")} == {
+        key: value for key, value in own.items() if key.startswith("eval/")
+    }
+    checksum = ("eval.metric=tests.unit.judging_functions:checksum", "eval.n=4", "eval.max_prompts=50")
+    found = evaluated("teacher.backend=none", *checksum)
+    samples = (base_run / "samples" / "step_00000004.jsonl").read_text().splitlines()
+    values = [judging_functions.checksum("", json.loads(line)["text"], {}) for line in samples]
+    assert (found["step"], found["prompts"], found["eval/accuracy"]) == (4, 50, pytest.approx(fmean(values)))
+    assert 0 < found["eval/pass_at_1"] < found["eval/pass_at_2"] < found["eval/pass_at_4"] <= 1
+    assert before == {file.name: file.stat().st_mtime_ns for file in base_run.iterdir()}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
 from gkd.tools.report.samples import browser
 from tests.e2e.conftest import Lab
-from tests.e2e.exactness import steps_of
+from tests.e2e.exactness import check_export, steps_of
 
 pytestmark = pytest.mark.e2e
 
@@ -106,6 +106,7 @@ def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
             "k3 and sft cover a part of the tokens each, but are divided by all tokens"
         )
     assert count_equal(run_dir / "export", run_dir / "samples" / "step_00000002.jsonl") == (50, 50)
+    check_export(run_dir, run_dir / "exported")
     moved = {name for name in base if not torch.equal(base[name], export[name])}
     assert moved == {name for name in base if name.endswith("_proj.weight")}
     kept = [json.loads(line) for line in (run_dir / "token_losses" / "step_00000002.jsonl").read_text().splitlines()]

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError, RankFailed
+from gkd.log import get_logger
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
@@ -28,6 +30,7 @@ from tests.dist.megatron_reference import read_model
 from tests.e2e.conftest import VOCAB as LAB_VOCAB
 from tests.e2e.conftest import Lab
 from tests.engine_process import EngineProcess
+from tests.model_families import save_family
 from tests.random_models import save_random
 
 pytestmark = pytest.mark.e2e
@@ -263,6 +266,54 @@ def test_latents_and_a_bias_in_full_precision_are_synced_in_16_bits(tmp_path: Pa
         is_same, rollouts = process.call(_synced_in_16_bits, *folders)
     assert is_same
     _check_rollouts(folders[1], rollouts, 0.1)
+
+
+A = "backbone.layers.0.mixer.A"
+
+
+def _load_as_it_is(worker: Any) -> None:
+    """Runs in vLLM's worker: let a sync write A_log itself, where vLLM's loader has written -exp(A_log)."""
+    parameter = dict(worker.model_runner.get_model().named_parameters())[A]
+    parameter.weight_loader = lambda held, sent: held.data.copy_(sent)
+
+
+def _first_syncs(folder: Path, later: Path, dtype: str) -> list[str]:
+    """Run in a child process: return the lines of first syncs, the second one with other weights; an error."""
+    from tests.e2e.weight_sender import WeightSender
+
+    engine = _rollout_engine(folder, dtype=dtype)
+    engine.keep_digests()
+    sender = WeightSender(engine)
+    first, second = (
+        {n: t.to(getattr(torch, dtype)) for n, t in load_file(x / SINGLE).items()} for x in (folder, later)
+    )
+    handler = BufferingHandler(99)
+    get_logger("rollout").addHandler(handler)
+    said = []
+    for tensors in (first, second, first):
+        sender.push(tensors, 0)
+        said.append(" ".join(record.getMessage() for record in handler.buffer))
+        handler.buffer.clear()
+    engine.llm.collective_rpc(_load_as_it_is)
+    said.append(str(caught(lambda: sender.push(first, 0))))
+    sender.push(first, 1)
+    return said
+
+
+@pytest.mark.cpu_only("vLLM's Mamba has no kernel on stand-in cards")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_sync_loads_what_vllm_loads(tmp_path: Path, dtype: str) -> None:
+    """Fails if a sync may leave other numbers than vLLM's loader where no tensor of the folder can be read back.
+
+    Or if rounding, weights that are not those of the folder, or a later version is taken for such an error.
+    """
+    folders = [save_family(tmp_path / str(seed), "mamba2", seed=seed) for seed in range(2)]
+    with EngineProcess() as process:
+        equal, other, again, error = process.call(_first_syncs, *folders, dtype)
+    is_rounded = dtype == "bfloat16"  # vLLM has A in float32
+    assert f"are rounded ({A}" in equal if is_rounded else " 0 are rounded" in equal
+    assert again == equal and "cannot be compared" in other
+    assert is_rounded or (A in error and "although the student sent the same weights" in error)
 
 
 # Models that read images: text alone.

@@ -27,7 +27,6 @@ def _probe(models: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from examples.tools.products import read_jsonl
-    from gkd.config.declare import search_path
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.config.schema_sections import DataConfig
     from gkd.data.chat_delta import ChatDelta
@@ -37,6 +36,7 @@ def _probe(models: Path) -> dict[str, Any]:
     from gkd.rollout.messages import Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.rollout.vllm.turns import Turns
+    from gkd.user_code import search_path
 
     tokenizer = AutoTokenizer.from_pretrained(models / "student")
     end, result = tokenizer.eos_token_id, dict[str, Any]()

@@ -28,6 +28,7 @@ from gkd.run.rollout_file import read_sequences
 from gkd.types import Rollout, TeacherScores
 from tests import device
 from tests.e2e.conftest import ALONE
+from tests.e2e.exactness import check_export
 from tests.service.harness import ServerProcess
 from tests.vision_models import missing, picture, save_vision_model
 from tests.vision_reference import add_adapters, logits_of, train
@@ -176,6 +177,7 @@ def compare(root: Path, kind: str, engine: str, options: tuple[str, ...]) -> dic
             run_dir = folder.run(server.port, *options, program=program)
     if SCORED in options or not engine:
         run_dir = folder.run(server.port if engine else 0, *options)
+    check_export(run_dir, root / "exported")
     losses, model, engine_error, teacher_error = recompute(folder, run_dir, options)
     model.save_pretrained(root / "recomputed")
     weights = load_file(root / "recomputed/model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from gkd.errors import DataError
+from gkd.log import get_logger
 from gkd.types import Prompt, Rollout
 from teacher_server.vision.images import EncodedImage
 from teacher_server.vision.processor import ImageProcessor
@@ -138,3 +140,35 @@ def _errors(models: list[Any], processor: Any, rollout: Rollout) -> np.ndarray:
         rows = slice(span.start, span.stop)
         found[rows] = np.abs(own - rollout.rollout_logprobs)[rows]
     return found
+
+
+def _sleep_and_sync(folder: Path) -> list[str]:
+    """Run in a child process: return what the engine logs of a sync without the tower, after its weights were lost."""
+    from gkd.config.schema_rollout import RolloutConfig
+    from gkd.rollout.vllm.engine import RolloutEngine
+    from tests.dist.hf_models import language_model
+    from tests.e2e.weight_sender import WeightSender
+
+    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, enforce_eager=device.on_cuda())
+    place = {"dtype": "float32", "max_model_len": 128, "device": device.kind(), "eos_ids": [258]}
+    engine = RolloutEngine(str(folder), config, **place, vision="frozen", enable_sleep_mode=True)
+    engine.keep_digests()
+    tensors = load_file(folder / "model.safetensors")
+    sender = WeightSender(engine)
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    handler = BufferingHandler(99)
+    get_logger("rollout").addHandler(handler)
+    sender.push({name: tensors[name] for name in language_model(tensors)}, 0)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_a_frozen_tower_outlives_discarded_weights(tmp_path: Path) -> None:
+    """Fails if an engine that shares its GPU computes images with uninitialized memory after a training step."""
+    folder = tmp_path / "llava"
+    folder.mkdir()
+    save_vision_model(folder, "llava", seed=1)
+    with EngineProcess() as process:
+        (line,) = process.call(_sleep_and_sync, folder, timeout_s=200 * device.patience())
+    n_equal, _, n_tensors = line.split()[:3]
+    assert n_equal == n_tensors

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from teacher_server.broker.metrics import BrokerMetrics
 from teacher_server.config.schema import HTTP_OPTIONS, N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
+from teacher_server.config.settings import flag_of
 from teacher_server.wire.protocol import ClientMessage
 from teacher_server.worker.gpus import FoundGpus, plan_workers
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
@@ -51,7 +52,7 @@ def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
 def test_every_setting_message_and_metric_is_on_the_page() -> None:
     """Fails if a setting, a message or a metric is not documented."""
     for option in (*SERVER_OPTIONS, *HTTP_OPTIONS, *TEACHER_OPTIONS, N_WORKERS):
-        assert f"`{option.key if option.setting.in_file_only else option.flag}" in PAGE, option.key
+        assert f"`{option.name if option.setting.in_file_only else flag_of(option.name)}" in PAGE, option.name
     for message in ClientMessage.__args__:
         tag, fields = message.__struct_config__.tag, message.__struct_fields__
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{tag}` |"))

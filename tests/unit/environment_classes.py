@@ -13,11 +13,16 @@ from typing import Any
 
 from gkd.user_code import BATCH_SIGNALS
 from tests.processes import FOREVER
+from tests.unit.judging_functions import write_everywhere
 
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 NOT_A_CLASS = 3
 NUMBERS = (*map(int, BATCH_SIGNALS), 1, 2)  # and SIGHUP, SIGINT
 GIANT = "x" * 10_000_000
+
+
+class Text(str):
+    """A text as some libraries return it."""
 
 
 class Shop:
@@ -45,7 +50,7 @@ class Shop:
         return [{"role": "tool", "content": f"{self._row.get('name')} {self._turns} {self._random.random()}"}]
 
     async def say(self, argument: str) -> Any:
-        return [{"role": "user", "content": argument}, {"role": "tool", "content": "\u00e9\u2402"}]
+        return [{"role": "user", "content": argument}, {"role": Text("tool"), "content": Text("\u00e9\u2402")}]
 
     async def over(self, argument: str) -> None:
         self.reward = {"": None, "nan": float("nan"), "text": "1"}[argument] if argument in ("", "nan", "text") else 0.5
@@ -103,11 +108,7 @@ class Shop:
         return await self.say("quiet")
 
     async def corrupt(self, argument: str) -> None:
-        for fd in range(3, 20):
-            try:
-                os.write(fd, b'{"key": "no number"}\n')
-            except OSError:
-                continue
+        write_everywhere()
 
     async def facts(self, argument: str) -> Any:
         with open("left", "w") as file:

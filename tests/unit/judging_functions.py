@@ -8,11 +8,24 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from gkd.data.answers import is_correct
 
 NOT_A_FUNCTION = 3
+
+
+class UnshownError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def write_everywhere() -> None:
+    """Write to all files that the process has opened, and so to the connection with its parent."""
+    for fd in range(3, 20):
+        with suppress(OSError):
+            os.write(fd, b'{"key": "no number"}\n')
 
 
 def count_digits(prompt: str, response: str, row: dict[str, Any]) -> float:
@@ -49,8 +62,12 @@ def misbehave(prompt: str, response: str, row: dict[str, Any]) -> Any:
     """Do what the response demands."""
     if response == "raise":
         raise ValueError("no such unit")
+    if response == "raise_unshown":
+        raise UnshownError
     if response == "exit":
         raise SystemExit(0)
+    if response == "corrupt":
+        write_everywhere()
     if response == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if response == "nap":

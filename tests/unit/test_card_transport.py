@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.actor.pool import ActorPool
-from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.errors import WeightSyncError
 from gkd.preflight.machine import resolve_device
@@ -24,7 +23,6 @@ from tests.refusals import refuses
 from tests.unit.local_ray import Method
 
 COLOCATE = "trainer.colocate=true"
-VALID = ("data.train_files=[a]", "model.path=m", "trainer.run_dir=r")
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8,expandable_segments:True"}
 
 
@@ -44,20 +42,6 @@ def test_runs_on_shared_cards_use_cuda_ipc(
 ) -> None:
     """Fails if a colocated run sends its weights through host memory, or uses CUDA IPC where it cannot work."""
     assert load_config(None, overrides).transport(device, environ) == expected
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        [COLOCATE, "trainer.device=cpu"],
-        [COLOCATE, "actor.pp=2", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"],
-    ],
-)
-def test_cuda_ipc_is_refused_where_it_cannot_work(overrides: list[str]) -> None:
-    """Fails if the run starts, and its first weight sync fails or hangs."""
-    with refuses("weight_sync.transport", "ipc"):
-        check_config(load_config(None, [*VALID, *overrides, "weight_sync.transport=ipc"]))
 
 
 def test_cuda_ipc_is_refused_with_expandable_segments(

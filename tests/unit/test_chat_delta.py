@@ -220,6 +220,9 @@ def test_a_role_whose_delta_depends_on_earlier_turns_is_lost() -> None:
     family = FAMILIES["smollm2"]
     late = "m.role ~ ('!' if m.role == 'user' and 'tool' in messages | map(attribute='role') else '') ~"
     assert make(family, tokenizer(family, family.template.replace("m.role ~", late))).roles == {"tool"}
+    first = "{% if add_generation_prompt %}{{ 'First: ' if messages | length < 2 }}"
+    template = family.template.replace("{% if add_generation_prompt %}", first)
+    assert make(family, tokenizer(family, template)).roles == {"tool"}
 
 
 def test_a_change_that_only_both_roles_show_is_remarked() -> None:
@@ -304,8 +307,10 @@ def test_several_messages_are_proven_before_they_are_used() -> None:
 def test_a_text_that_the_template_treats_otherwise_is_refused() -> None:
     """Fails if a template that changes only some texts writes another observation than the environment's."""
     family = FAMILIES["smollm2"]
-    for change in ("m.content | replace('secret', '-')", "m.content[:100]", "m.content or 'nothing'"):
-        delta = make(family, tokenizer(family, family.template.replace("m.content ~", f"({change}) ~")))
+    changes = ("m.content | replace('secret', '-')", "m.content[:100]", "m.content or 'nothing'")
+    templates = [family.template.replace("m.content ~", f"({change}) ~") for change in changes]
+    for template in [*templates, family.template + "{{ 'Hm.' if 'secret' in messages[-1].content else '' }}"]:
+        delta = make(family, tokenizer(family, template))
         assert len(delta.ids([said("tool", "plain")]))
         for text in ("a secret b", "x" * 200, ""):
             try:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.batching import make_micro_batches
@@ -249,6 +250,101 @@ def learned(row: dict[str, Any], reader: RowReader, made: Any) -> list[str]:
     assert ids is not None
     parts = [ids] if own is None else np.split(ids, np.flatnonzero(np.diff(own)) + 1)[::2]
     return [made.decode(part) for part in parts]
+
+
+QUESTION = {"role": "user", "content": "What is 2+2?"}
+ANSWER = [{"role": "assistant", "content": "4"}]
+
+
+def test_the_last_assistant_message_is_the_response_if_the_key_is_empty() -> None:
+    """Fails if TRL's data (`messages` with the answer) trains on the answer as part of the prompt, or loses it."""
+    made = chat("small chatml")[0]
+    row = {"prompt": [QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "Four."}]}]}
+    with refuses("data.prompt_key") as caught:
+        reader_of("small chatml").read(row, "f:1")
+    assert "f:1" in caught.value.problem and 'response_key=""' in caught.value.fix
+    reader = reader_of("small chatml", response_key="")
+    assert made.decode(reader.read(row, "f:1").prompt.ids).endswith("2+2?<|im_end|>\n<|im_start|>assistant\n")
+    assert learned(row, reader, made) == ["Four.<|im_end|>"]
+    on_policy = RowReader(DataConfig(response_key=""), made)
+    assert on_policy.response(on_policy.read(row, "f:1"), row, "f:1")[0] is None, "it needs no response"
+    for completion in (ANSWER, json.dumps(ANSWER)):
+        row = {"prompt": [QUESTION], "completion": completion}
+        assert learned(row, reader_of("small chatml", response_key="completion"), made) == ["4<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        *(
+            ({"prompt": [QUESTION, ANSWER[0] | wrong]}, "")
+            for wrong in (
+                {"weight": 0},
+                {"reasoning_content": "2 + 2"},
+                {"tool_calls": [{"function": {"name": "add"}}]},
+            )
+        ),
+        ({"prompt": [QUESTION]}, ""),
+        ({"prompt": "Q", "response": json.dumps([QUESTION, *ANSWER])}, "response"),
+        ({"prompt": "Q", "response": "\ud800"}, "response"),
+    ],
+)
+def test_a_row_without_one_response_is_refused(row: dict[str, Any], key: str) -> None:
+    """Fails if the student learns a part of an answer, or a row's JSON."""
+    with refuses("data.response_key") as caught:
+        learned(row, reader_of("small chatml", response_key=key), None)
+    assert "f:1" in caught.value.problem
+
+
+@pytest.mark.parametrize("key", ["data.response_key", "data.messages_key"])
+def test_a_response_does_not_begin_twice(key: str) -> None:
+    """Fails if the student learns <think> behind the <think> of its prompt, or a header of a turn inside of one."""
+    data = {"messages_key": "m"} if key == "data.messages_key" else {}
+
+    def row_of(text: str) -> dict[str, Any]:
+        return {"prompt": "Q", "response": text, "m": [QUESTION, {"role": "assistant", "content": text}]}
+
+    for family, answer in (("chatml_thoughts", "<think>\nx\n</think>\n4"), ("chatml", "<|im_start|>assistant\n4")):
+        with refuses(key):
+            learned(row_of(answer), reader_of(f"small {family}", **data), None)
+    config = DataConfig(chat_template_kwargs={"enable_thinking": False}, **data)
+    ended = RowReader(config, chat("small chatml_no_thinking")[0], response_ends=[1])
+    with refuses(key):  # the template has ended the thoughts
+        learned(row_of("<think>x</think>4"), ended, None)
+    made = chat("small chatml")[0]
+    plain = reader_of("small chatml", **data)
+    assert learned(row_of("<think>x</think>4"), plain, made) == ["<think>x</think>4<|im_end|>"]
+    never = reader_of("small chatml_thoughts", chat_template="never")
+    assert learned({"prompt": "<think>", "response": "<think>"}, never, made) == ["<think></s>"]
+
+
+def test_a_response_begins_behind_the_beginning_of_its_turn() -> None:
+    """Fails if the student learns a space in front of an answer, which tokenizers such as Llama 2's add to a text."""
+    made = chat_templates.tokenizer(chat_templates.FAMILIES["chatml"])
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert made.decode(made("4")["input_ids"]) == " 4"
+    cases: list[tuple[Any, dict[str, str], str]] = [
+        ("Q", {}, "4<|im_end|>"),
+        ([QUESTION, *ANSWER], {"messages_key": "prompt"}, "4<|im_end|>"),
+        ("Q", {"chat_template": "never"}, " 4</s>"),
+    ]
+    for prompt, data, expected in cases:
+        reader = RowReader(DataConfig(**data), made, response_ends=chat("small chatml")[1])
+        assert learned({"prompt": prompt, "response": "4"}, reader, made) == [expected]
+
+
+def test_a_response_ends_as_the_template_ends_a_turn() -> None:
+    """Fails if the dataset's responses end with another token than the model's turns, as <eos> of Gemma and Phi-3."""
+    made = chat("small turns")[0]
+    ends = made.convert_tokens_to_ids(["</s>", "</turn>", "<turn>"])
+    reader = RowReader(DataConfig(), made, response_ends=ends)
+    for prompt, response in (("Q", "4"), ("Q", "4</turn>"), ("<s><turn>user\nQ</turn>\n<turn>model\n", "4")):
+        assert learned({"prompt": prompt, "response": response}, reader, made) == ["4</turn>"]
+    # Without the template, or if the model does not end with its token, the tokenizer's own is the end.
+    row = {"prompt": "Q", "response": "4"}
+    never = RowReader(DataConfig(chat_template="never"), made, response_ends=ends)
+    for reader in (never, RowReader(DataConfig(), made, response_ends=ends[:1])):
+        assert learned(row, reader, made) == ["4</s>"]
 
 
 @pytest.mark.parametrize("key", ["data.response_key", "data.messages_key"])

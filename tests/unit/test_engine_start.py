@@ -20,8 +20,8 @@ from gkd.cluster.stacks import rank_env
 from gkd.config.load import load_config
 from gkd.rollout.vllm.start import engine_folder, link_shared_memory, remove_files, start_vllm
 from teacher_server.cli import worker
-from teacher_server.config.options import given_flags
-from teacher_server.config.schema import TEACHER_OPTIONS
+from teacher_server.config.schema import GivenSettings
+from teacher_server.config.settings import flag_of, given_flags, settings_from
 from teacher_server.engines import load
 from teacher_server.engines import vllm as teacher_vllm
 
@@ -88,12 +88,12 @@ def test_a_teacher_engine_gets_the_size(
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu", SimpleNamespace(input_batch=batch))
     monkeypatch.setattr(teacher_vllm, "_kv_cache_mib", lambda *model: 7)
     monkeypatch.setattr(load, "resolve_device", lambda device: device)
-    values = {each.key: each.default for each in TEACHER_OPTIONS}
-    values |= given_flags(SimpleNamespace(**flags), TEACHER_OPTIONS)  # type: ignore[arg-type]
+    given = given_flags(SimpleNamespace(**flags), GivenSettings)  # type: ignore[arg-type]
+    settings = settings_from(GivenSettings, [given, {"engine": "vllm", "device": device}], flag_of)
     (tmp_path / "config.json").write_text("{}")
     folder = SimpleNamespace(path=str(tmp_path), max_tokens=16)
     with pytest.raises(Given) as found:
-        worker._load(folder, {**values, "engine": "vllm", "device": device})  # type: ignore[arg-type]
+        worker._load(folder, settings)  # type: ignore[arg-type]
     check_arguments(found.value.args[0], device, expected)
 
 

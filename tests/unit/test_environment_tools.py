@@ -300,18 +300,7 @@ def test_the_calculator(expression: str, value: str) -> None:
     assert play(Calculator, [CALL.format("calculate", f'{{"expression": "{expression}"}}')])[0] == [[value]]
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "9**9**9",
-        "1/0",
-        "x",
-        "__import__('os')",
-        "'a'*9",
-        "1+",
-        "(" * 9999,
-    ],
-)
+@pytest.mark.parametrize("expression", ["9**9**9", "1/0", "x", "__import__('os')", "'a'*9", "1+", "(" * 9999])
 def test_the_calculator_refuses(expression: str) -> None:
     """Fails if the student can make the example compute for minutes, or run code."""
     began_s = time.monotonic()

@@ -28,8 +28,7 @@ from gkd.actor.fsdp.weights import file_parts, match_files
 from gkd.actor.pool import ActorPool
 from gkd.config.schema import Config
 from gkd.config.schema_actor import ActorConfig, LoraConfig
-from gkd.config.schema_sections import DataConfig, ModelConfig
-from gkd.config.schema_trainer import TrainerConfig
+from gkd.config.schema_sections import DataConfig, ModelConfig, TrainerConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split
 from gkd.hf.model_folder import check_engines, open_tensors, read_model_folder, tensor_shapes, weights_digest

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.hf.model_folder import check_engines
 from gkd.preflight.images import check_image_processors, image_reader
@@ -20,27 +19,6 @@ from tests.vision_models import save_vision_model
 
 IMAGES = ("data.images_key=images", "actor.strategy=fsdp2", "data.truncation=drop")
 NAMES = Path(__file__).resolve().parents[1] / "torchvision_names"
-PAIR = "teacher.tokenizer=teacher"
-REFUSED = [
-    (("actor.strategy=megatron",), "data.images_key"),
-    (("actor.cp=2", "trainer.n_gpus_per_node=2"), "data.images_key"),
-    (("rollout.environment=a:B",), "data.images_key"),
-    ((PAIR,), "data.images_key"),
-    (("teacher.backend=http", "teacher.url=http://a:1"), "teacher.backend"),
-    (("data.truncation=left",), "data.truncation"),
-    (("actor.lora.rank=4", "model.freeze_vision=false"), "model.freeze_vision"),
-    (("data.images_key=", "model.freeze_vision=false"), "model.freeze_vision"),
-]
-
-
-@pytest.mark.parametrize(("more", "key"), REFUSED, ids=lambda value: value if isinstance(value, str) else value[0])
-def test_settings_without_images(tmp_path: Path, more: tuple[str, ...], key: str) -> None:
-    """Fails if a part of a run would not see the images, or a setting of images has no effect."""
-    base = [f"data.train_files=[{tmp_path}/a.jsonl]", f"model.path={tmp_path}", f"trainer.run_dir={tmp_path}/r"]
-    (tmp_path / "a.jsonl").write_text("{}\n")
-    check_config(load_config(None, [*base, *IMAGES]))
-    with refuses(key):
-        check_config(load_config(None, [*base, *IMAGES, *more]))
 
 
 def test_teachers_with_another_processor(tmp_path: Path) -> None:

@@ -291,8 +291,11 @@ def test_images_that_a_template_numbers(here: Path) -> None:
     numbers: dict[str, Any] = {"chat_template_kwargs": {"add_vision_id": True}}
     (prompt,) = load(here, "qwen3_vl", {"prompt": [*TALK, said("A|x|B")]}, **numbers)
     assert [*prompt.token_ids] == expected(here, "qwen3_vl", *TALK, said("A|x|B"), add_vision_id=True)[1]
-    with refuses("data.prompt_key") as caught:
-        load(here, "qwen3_vl", {"prompt": [said("A|x"), *TALK[2:], said("B|y")]}, **numbers)
+    two = [said("A|x"), TALK[2], said("B|y")]
+    (prompt,) = load(here, "qwen3_vl", {"prompt": two}, **numbers)
+    assert [*prompt.token_ids] == expected(here, "qwen3_vl", *two, add_vision_id=True)[1]
+    with refuses("data.messages_key") as caught:  # a later turn is written alone
+        load(here, "qwen3_vl", {"talk": [*two, TALK[2]]}, messages_key="talk", ends=[1], **numbers)
     assert "rows.jsonl:1 in another way than" in caught.value.problem
 
 

@@ -36,22 +36,22 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),
     "accelerate": ("gkd/actor/fsdp/model.py",),
-    "huggingface_hub": ("teacher_server/engines/hub.py",),
-    "omegaconf": ("gkd/config/load.py",),
+    "huggingface_hub": ("teacher_server/engines/hub.py", "gkd/hf/hub.py"),
+    "omegaconf": ("gkd/config/load.py", "teacher_server/config/load.py"),
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
     "rich": ("gkd/console/",),
     "starlette": ("teacher_server/http/",),
     "uvicorn": ("teacher_server/http/",),
-    "yaml": ("teacher_server/config/settings.py", "gkd/config/load.py"),
+    "yaml": ("teacher_server/config/load.py",),
     **dict.fromkeys(("tensorboard", "wandb", "mlflow", "trackio"), ("gkd/metrics/trackers.py",)),
     **dict.fromkeys(("jinja2", "plotly"), ("gkd/tools/report/page.py",)),
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
-# Both programs declare their settings with the same helper, and check model folders with the same code.
+# Both programs declare and load their settings with the same code, and check model folders with the same code.
 FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.", "teacher_server.vision.images.")
 FROM_SERVER_IN = {
-    "gkd/config/": ("teacher_server.config.declare",),
+    "gkd/config/": ("teacher_server.config.declare", "teacher_server.config.load"),
     "gkd/rollout/vllm/": (
         *("teacher_server.engines.vllm_process", "teacher_server.engines.weight_files", "teacher_server.vision."),
     ),
@@ -61,7 +61,7 @@ FROM_SERVER_IN = {
     ),
     "gkd/actor/common/shards.py": ("teacher_server.engines.weight_files",),
     "gkd/actor/common/hf_folder.py": ("teacher_server.engines.hub",),
-    "gkd/actor/fsdp/": ("teacher_server.engines.hf",),
+    "gkd/actor/fsdp/": ("teacher_server.engines.hf", "teacher_server.engines.gpu_kernels"),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
     "gkd/scoring/teacher/gpus.py": ("teacher_server.cli.admin_link", "teacher_server.errors"),
 }

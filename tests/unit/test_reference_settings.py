@@ -27,7 +27,6 @@ from gkd.run.open import open_run_folder
 from gkd.types import PendingScores, ScoredChunk
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
-from tests.refusals import refuses
 from tests.rollout_chunks import chunk_of
 from tests.unit.test_footprint import GSM8K, QWEN25_15B, folder_of, ranks_of
 from tests.unit.world import PROMPTS, World, make
@@ -38,22 +37,6 @@ LORA = ("actor.strategy=fsdp2", "actor.lora.rank=8")
 
 def config(*overrides: str) -> Config:
     return load_config(None, ["data.train_files=[a]", "model.path=student", "trainer.run_dir=r", *overrides])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ((ON, "distill.on_policy_share=0"), "distill.reference_kl_weight"),
-        (("reference.path=other",), "reference.path"),
-        (("reference.fsdp_cpu_offload=false",), "reference.fsdp_cpu_offload"),
-        ((ON, *LORA, "reference.fsdp_cpu_offload=false"), "reference.fsdp_cpu_offload"),
-        ((ON, "trainer.colocate=true", "reference.fsdp_cpu_offload=false"), "reference.fsdp_cpu_offload"),
-    ],
-)
-def test_settings_without_effect_are_refused(overrides: tuple[str, ...], key: str) -> None:
-    """Fails if a run trains without the reference that its settings name, or on a term that no token defines."""
-    with refuses(key):
-        check_config(config(*overrides))
 
 
 @pytest.mark.parametrize(

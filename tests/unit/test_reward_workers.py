@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from itertools import product
 from pathlib import Path
@@ -26,17 +26,16 @@ import pytest
 from math_verify.errors import TimeoutException
 
 from examples.quickstart.addition import build_tokenizer
-from gkd.config.declare import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.row_files import RowTable, decode_row, encode_row
 from gkd.errors import DataError, RewardError
 from gkd.preflight.user_code import check_answers, check_functions
-from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging
-from gkd.scoring.reward.pool import RewardWorkers
-from gkd.scoring.reward.worker import Case, Request, Start, Undecided, judge_of, judged
+from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging, RewardWorkers
+from gkd.scoring.reward.worker import Case, Judge, Start, Undecided, judge_of, judged
 from gkd.types import Prompt, Rollout
+from gkd.user_code import search_path
 from tests.refusals import refuses
 from tests.structure import ROOT
 
@@ -57,20 +56,30 @@ def ids(text: str) -> np.ndarray:
     return np.array(TOKENIZER(text)["input_ids"], np.int32)
 
 
-def request(response: str, line: int = 7) -> Request:
-    return Request("1+2=", response, 1, False, encode_row(f"f.jsonl:{line}", {}), (0,))
+def case(response: str, answer: object = None, *, truncated: bool = False, line: int = 7) -> Case:
+    return Case("1+2=", response, encode_row(f"f.jsonl:{line}", {"answer": answer}), len(response), truncated)
+
+
+def cases(*responses: str) -> list[Case]:
+    """Return responses to judge, to the lines 6, 7 and so on."""
+    return [case(response, line=6 + i) for i, response in enumerate(responses)]
+
+
+def outcome(cases: Sequence[Case], judge: Judge) -> tuple[list[float], str]:
+    """Return the values of cases, and what is wrong with the next one."""
+    values = list(judged(cases, [judge]))
+    return [value.number for value in values if not value.problem], values[-1].problem
 
 
 @pytest.fixture(scope="module")
 def workers(config: Config) -> Iterator[list[RewardWorkers]]:
     """Return pools of one process that misbehaves on demand, started together; a test pops one that it ends."""
     start = Start(config, (f"{HERE}:misbehave",), search_path())
-    pools = [RewardWorkers(start, 1, timeout_s=1.0) for _ in range(3)]
+    pools = [RewardWorkers(start, 1, timeout_s=1.0) for _ in range(4)]
     for pool in pools:
         pool.wait_ready(60)
-    every = list(pools)
-    yield pools
-    for pool in every:
+    yield list(pools)
+    for pool in pools:
         pool.close()
 
 
@@ -82,7 +91,9 @@ def rollout(prompt_id: int, response: str, reason: str = "stop") -> Rollout:
 
 def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> None:
     """Fails if a function gets another row, prompt or response, or the functions of another set of prompts."""
-    rows = [Prompt(i, ids("x"), row=encode_row(f"t:{i}", {"level": i, "answer": str(3 * i)})) for i in (1, 3, 4)]
+    image = bytes(3_000_000)  # more than the connection holds
+    columns = {i: {"level": i, "answer": str(3 * i), "image": image} for i in (1, 3, 4)}
+    rows = [Prompt(i, ids("x"), row=encode_row(f"t:{i}", columns[i])) for i in columns]
     table, derived = RowTable.of(rows), config.derived
     functions = {TRAINING: (*derived.rewards, "length"), VALIDATION: derived.metrics}
     judging = Judging(config, functions, 2, search_path(), table, table)
@@ -97,6 +108,8 @@ def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> N
             judging.judge([rollout(2, "1")], TRAINING)
     finally:
         judging.close()
+    with pytest.raises(RewardError):  # neither waits for ever nor starts a process
+        judging.judge(chunk, TRAINING)
 
 
 def test_a_process_that_judges_has_no_torch(tmp_path: Path) -> None:
@@ -113,32 +126,30 @@ def test_a_process_that_judges_has_no_torch(tmp_path: Path) -> None:
     assert done.stdout.split() == ["1+2=", "False"]
 
 
-@pytest.mark.parametrize("response", ["raise", "exit", "nan", "inf", "none", "text"])
+@pytest.mark.parametrize("response", ["raise", "raise_unshown", "exit", "nan", "inf", "none", "text"])
 def test_a_value_that_is_no_finite_number_is_an_error(
     workers: list[RewardWorkers], response: str, config: Config
 ) -> None:
     """Fails if a failed function counts as a reward of 0, or its error does not name function and row, the line of the
     file; or the log has no traceback of it.
     """
-    calls: list[int] = []
-    requests = [request(each) for each in ("fine", response, "fine")]
-    numbers, problem = judged(requests, [judge_of(f"{HERE}:misbehave", config)], calls.append)
-    assert (numbers, calls) == ([1.0], [0, 1])
-    assert problem
+    numbers, problem = outcome(cases("fine", response, "fine"), judge_of(f"{HERE}:misbehave", config))
+    assert numbers == [1.0] and problem
     if response == "raise":
         broken = workers.pop()
         for _ in range(2):  # the run ends: nothing else may be judged meanwhile
             place = r"judging_functions\.py:\d+: raise ValueError"
             with pytest.raises(RewardError, match=rf"misbehave.*f\.jsonl:7.*no such unit.*{place}") as raised:
-                broken.values([request("fine", 6), request(response), request("fine", 8)])
+                broken.values([0], cases("fine", response, "fine"))
             trace = "".join(traceback.format_exception(raised.value)).partition("Traceback of your code:")[2]
             assert "in misbehave" in trace and "gkd/scoring" not in trace
 
 
-def test_a_killed_worker_is_an_error(workers: list[RewardWorkers]) -> None:
-    """Fails if the death of a worker hangs the run, or does not name the row."""
-    with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*9"):
-        workers.pop().values([request("fine", 6), request("kill"), request("fine", 8)])
+@pytest.mark.parametrize(("response", "how"), [("kill", "signal 9"), ("corrupt", "invalid message")])
+def test_a_worker_that_dies_is_an_error(workers: list[RewardWorkers], response: str, how: str) -> None:
+    """Fails if the death of a worker, or one that writes to the connection, hangs the run, or does not name the row."""
+    with pytest.raises(RewardError, match=rf"misbehave.*f\.jsonl:7.*{how}"):
+        workers.pop().values([0], cases("fine", response, "fine"))
 
 
 def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorkers]) -> None:
@@ -146,9 +157,9 @@ def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorke
     counts for a list of responses instead of one.
     """
     began_s = time.monotonic()
-    assert workers[-1].values([request("nap")] * 4).tolist() == [[1.0]] * 4
+    assert workers[-1].values([0], cases(*["nap"] * 4)).tolist() == [[1.0]] * 4
     with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*reward\.timeout_s"):
-        workers.pop().values([request("nap", 6), request("sleep"), request("fine", 8)])
+        workers.pop().values([0], cases("nap", "sleep", "fine"))
     assert time.monotonic() - began_s < 60
     started = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "977"]]
     # The kernel ends a killed process a little later; it is a zombie until its parent asks for it.
@@ -159,12 +170,12 @@ def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorke
 def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> None:
     """Fails if workers outlive a run that was killed, also while a function runs."""
     code = (
-        "import sys, pickle, psutil; from gkd.scoring.reward.pool import Worker; "
-        "start, request = pickle.load(open(sys.argv[1], 'rb')); worker = Worker(start); worker.wait_ready(60); "
-        "print(*[p.pid for p in psutil.Process().children()], flush=True); worker.values([request], 60)"
+        "import sys, pickle, psutil; from gkd.scoring.reward.judging import RewardWorkers; "
+        "start, case = pickle.load(open(sys.argv[1], 'rb')); pool = RewardWorkers(start, 1, 60); pool.wait_ready(60); "
+        "print(*[p.pid for p in psutil.Process().children()], flush=True); pool.values([0], [case])"
     )
     start = Start(config, (f"{HERE}:misbehave",), search_path())
-    (tmp_path / "args").write_bytes(pickle.dumps((start, request("sleep"))))
+    (tmp_path / "args").write_bytes(pickle.dumps((start, case("sleep"))))
     command = [sys.executable, "-c", code, str(tmp_path / "args")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -175,9 +186,13 @@ def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> Non
     assert not psutil.pid_exists(pid) or worker.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("path", ["no_such_module:fn", f"{HERE}:missing", f"{HERE}:NOT_A_FUNCTION"])
+@pytest.mark.parametrize(
+    "path", ["no_such_module:fn", *(f"{HERE}:{name}" for name in ("missing", "NOT_A_FUNCTION", "compute_score"))]
+)
 def test_functions_are_imported_before_the_start(config: Config, path: str) -> None:
-    """Fails if a typing error in a path is found after the models are loaded."""
+    """Fails if a typing error in a path is found after the models are loaded, or if a run starts with verl's
+    compute_score, which would compare each response with the whole row: 0.
+    """
     wrong = load_config(None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{path}'}}]"])
     with refuses("reward.functions"):
         check_functions(wrong, "reward.functions", wrong.derived.rewards)
@@ -186,8 +201,9 @@ def test_functions_are_imported_before_the_start(config: Config, path: str) -> N
 def test_a_function_does_not_change_what_the_next_one_reads(config: Config) -> None:
     """Fails if a function that changes a list of the row or the trajectory changes the value of the next function."""
     row, messages = encode_row("f.jsonl:1", {"tests": ["a", "b", "c"]}), b'[{"role": "assistant"}, {"role": "tool"}]'
-    each = Request("1+2=", "3", 1, False, row, (0, 0), messages)
-    assert judged([each] * 2, [judge_of(f"{HERE}:takes_out", config)], lambda _: None) == ([12.0] * 4, "")
+    trajectory = Case("1+2=", "3", row, 1, False, messages)
+    judges = [judge_of(f"{HERE}:takes_out", config)] * 2
+    assert [value.number for value in judged([trajectory] * 2, judges)] == [12.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -215,19 +231,6 @@ def test_a_function_of_another_form_is_refused(
     with pytest.raises(RewardError):
         judge_of(f"{name}:judge", config)
     assert judge_of(f"{name}:fine", config)(case("4", "4")) == 1.0
-
-
-def test_a_function_of_verl_is_refused(config: Config) -> None:
-    """Fails if a run starts with verl's compute_score, which would compare each response with the whole row: 0."""
-    wrong = load_config(
-        None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{HERE}:compute_score'}}]"]
-    )
-    with refuses("reward.functions"):
-        check_functions(wrong, "reward.functions", wrong.derived.rewards)
-
-
-def case(response: str, answer: object, *, truncated: bool = False) -> Case:
-    return Case("p", response, {"answer": answer}, len(response), truncated)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +284,7 @@ def decided(judge: Callable[[Case], float | None], case: Case) -> float | None:
 def test_a_missing_answer_is_an_error(config: Config) -> None:
     """Fails if a row without the answer silently counts as wrong."""
     for path, answer in product(("exact_match", "math_verify"), (None, ["1"], {"a": "1"}, float("nan"))):
-        sent = dataclasses.replace(request("1"), row=encode_row("f.jsonl:7", {"answer": answer}))
-        numbers, problem = judged([sent], [judge_of(path, config)], lambda _: None)
+        numbers, problem = outcome([case("1", answer)], judge_of(path, config))
         assert not numbers and problem
     with pytest.raises(ValueError):
         judge_of("math_verify", config)(case("1", ""))
@@ -303,8 +305,8 @@ def test_a_number_is_the_same_answer_everywhere(config: Config, tmp_path: Path, 
     pq.write_table(pa.Table.from_pylist([{"prompt": "1+2=", "answer": answer}]), file)
     (prompt,), _ = load_prompts([str(file)], "data.val_files", RowReader(config.data, TOKENIZER), keep_rows=True)
     assert prompt.answer == said and prompt.row is not None
-    sent = dataclasses.replace(request(f"so ;{said}"), row=prompt.row)
-    assert judged([sent], [judge_of("exact_match", config)], lambda _: None) == ([1.0], "")
+    judge = judge_of("exact_match", config)
+    assert judge(dataclasses.replace(case(f"so ;{said}"), encoded_row=prompt.row)) == 1.0
 
 
 def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) -> None:
@@ -326,8 +328,7 @@ def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pyt
     """Fails if an error within the package, or a comparison that takes too long, silently counts as wrong, or if a
     reference answer that takes too long ends the run.
     """
-    judge, requests = judge_of("math_verify", config), [request("it is 7")]
-    requests[0] = dataclasses.replace(requests[0], row=encode_row("f.jsonl:7", {"answer": "8"}))
+    judge = judge_of("math_verify", config)
 
     def failing(error: BaseException, text: str = "") -> Callable[..., list[int]]:
         def call(first: object, *_: Any, **__: Any) -> list[int]:
@@ -344,7 +345,7 @@ def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pyt
         ("parser.extract_target_from_pred", failing(TimeoutException(), "it is 7"), True),
     ):
         monkeypatch.setattr(f"math_verify.{where}", call)
-        numbers, problem = judged(requests, [judge], lambda _: None)
+        numbers, problem = outcome([case("it is 7", "8")], judge)
         assert np.isnan(numbers).tolist() == [True] * undecided and bool(problem) != undecided
     assert judge(case("it is 7", "8", truncated=True)) == 0.0
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.rollout.vllm.self_scoring import _teacher_scores
-from tests.refusals import refuses
 
 MINIMAL = [
     "data.train_files=[a.jsonl]",
@@ -17,27 +15,6 @@ MINIMAL = [
     "teacher.backend=rollout",
 ]
 OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
-
-
-@pytest.mark.parametrize(
-    ("key", "overrides"),
-    [
-        ("teacher.backend", []),
-        ("teacher.backend", [*OWN_PROMPT, "trainer.colocate=true", "rollout.n_gpus_per_node=1"]),
-        ("trainer.scheduler", [*OWN_PROMPT, "trainer.scheduler=one_step_off"]),
-        ("teacher.signal", [*OWN_PROMPT, "teacher.signal=hidden"]),
-        ("teacher.temperature", [*OWN_PROMPT, "teacher.temperature=0.7"]),
-        ("teacher.mass", [*OWN_PROMPT, "teacher.mass=0.9"]),
-        ("model.n_vocab", [*OWN_PROMPT, "model.n_vocab=9"]),
-        ("distill.support", [*OWN_PROMPT, "distill.support=union"]),
-        ("teacher.path", [*OWN_PROMPT, "teacher.path=t"]),
-        ("teacher.routes", [*OWN_PROMPT, "teacher.routes={a: {}}", "data.teacher_key=domain"]),
-    ],
-)
-def test_settings_that_the_engines_cannot_follow_are_refused(key: str, overrides: list[str]) -> None:
-    """Fails if a key without effect is accepted, or scores would be those of another distribution."""
-    with refuses(key):
-        check_config(load_config(None, [*MINIMAL, *overrides]))
 
 
 def test_engines_have_room_for_the_teachers_prompt() -> None:

@@ -59,33 +59,6 @@ def test_routes_to_the_same_weights_share_an_lm_head() -> None:
     assert head_columns([of_a, replace(of_a, dtype="bfloat16", teacher="b"), of_b]) == ([0, 32, 64], 112)
 
 
-@pytest.mark.parametrize(
-    ("key", "settings"),
-    [
-        ("data.teacher_key", [*TWO, "data.teacher_key="]),
-        ("data.teacher_key", [*BASE, "data.teacher_key=domain"]),
-        ("teacher.routes.math.server_port", [*TWO, "teacher.routes.math.server_port=0"]),
-        ("teacher.routes.math.weight", [*TWO, "teacher.routes.math.weight=0"]),
-        ("teacher.routes.math.name", [*TWO, f"teacher.routes.math.name={'x' * 129}"]),
-        ("teacher.routes.math.weigth", [*TWO, "teacher.routes.math.weigth=1"]),
-        ("teacher.routes.math.server_port", [*TWO, "teacher.routes.math.server_port=here"]),
-        ("teacher.routes", [*TWO, "teacher.routes={a/b: {}}"]),
-        ("teacher.routes", [*TWO, "teacher.routes=[math]"]),
-        ("teacher.routes", [*TWO, "teacher.backend=local", "teacher.path=t"]),
-        ("distill.reference_kl_weight", [*TWO, "distill.reference_kl_weight=0.1"]),
-        ("distill.normalize", [*BASE, "distill.normalize=domain"]),
-        ("data.domain_shares", [*BASE, "data.domain_shares={math: 1}"]),
-        ("data.domain_shares", [*TWO, "data.domain_shares={math: 1}"]),
-        ("data.domain_shares", [*TWO, "data.domain_shares={math: 1, code: 0}"]),
-        ("data.domain_shares", [*TWO, "data.domain_shares={math: 1, code: 1, law: 1}"]),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(key: str, settings: list[str]) -> None:
-    """Fails if a wrong route starts a run, or the error names another key."""
-    with refuses(key):
-        check_config(load_config(None, settings))
-
-
 def rows(tmp_path: Path, *values: Any) -> str:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": "a b", **value}) + "\n" for value in values))

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.check_values import Interval, check_values, save_interval
-from gkd.config.load import config_yaml, load_config
-from gkd.errors import ConfigError
+from gkd.config.check_values import Interval, save_interval
+from gkd.config.load import load_config
 from gkd.run.saver import Saver
 from tests.unit.world import World, checkpoints, make
 
@@ -22,24 +21,10 @@ from tests.unit.world import World, checkpoints, make
         ("2 h", Interval(seconds=7200.0)),
     ],
 )
-def test_steps_and_times_are_read_and_written(text: str, interval: Interval, tmp_path: Path) -> None:
-    """Fails if a number of steps or a time is refused, or changes when a resumed run reads its config.yaml."""
+def test_steps_and_times_are_read(text: str, interval: Interval) -> None:
+    """Fails if a number of steps or a time is refused, or read as another one."""
     config = load_config(None, [f"trainer.save_every={text}"])
     assert save_interval(config.trainer.save_every) == interval
-    (tmp_path / "config.yaml").write_text(config_yaml(config))
-    assert load_config(tmp_path / "config.yaml") == config
-
-
-@pytest.mark.parametrize("text", ["30 parsecs", "-5", "0s", "5m", "1.5", "true", "[5]"])
-def test_other_values_are_refused(text: str) -> None:
-    """Fails if a mistyped interval silently means no checkpoints, or other ones than it seems."""
-    with pytest.raises(ConfigError) as error:
-        check_values(
-            load_config(
-                None, ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r", f"trainer.save_every={text}"]
-            )
-        )
-    assert error.value.key == "trainer.save_every" and "30min" in error.value.fix
 
 
 def test_a_save_is_due_by_time_and_counts_from_the_last_one(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from gkd.memory.host_buffer import HostBuffer
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 from gkd.preflight.run import preflight
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
-from tests.refusals import refuses
 
 CPU = torch.device("cpu")
 
@@ -204,7 +203,6 @@ def test_pieces_of_a_buffer_lie_side_by_side() -> None:
 ON_HOST = ("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true")
 MOVED = "actor.offload_train=true"
 RESIDENT_TEACHER = ("teacher.backend=local", "teacher.path=t", "teacher.fsdp_cpu_offload=false")
-REFERENCE_ON_GPU = ("distill.reference_kl_weight=1", "reference.fsdp_cpu_offload=false")
 
 
 @pytest.mark.parametrize(
@@ -245,11 +243,3 @@ def test_the_setting_without_effect_is_named(tmp_path: Path, gkd_log: pytest.Log
         warnings = [record.getMessage() for record in gkd_log.records if record.levelno == logging.WARNING]
         keys = [key for key in ("actor.offload_train", "actor.fsdp_cpu_offload") if any(key in w for w in warnings)]
         assert len(keys) == (2 if name == "both" else 0), warnings
-
-
-@pytest.mark.parametrize("moving", ["trainer.colocate=true", "actor.offload_train=true"])
-def test_resident_states_that_have_to_move_are_refused(moving: str) -> None:
-    """Fails if states move although the user asked for resident ones."""
-    settings = ["data.train_files=[a]", "model.path=student", "trainer.run_dir=r", "memory.strategy=resident", moving]
-    with refuses("memory.strategy"):
-        check_config(load_config(None, settings))

@@ -44,23 +44,6 @@ def test_the_student_names_all_or_half_of_the_ids(support: str, n: int) -> None:
     assert check_config(config).n_student_ids == n
 
 
-@pytest.mark.parametrize(
-    ("key", "settings"),
-    [
-        ("distill.support", ["teacher.signal=hidden"]),
-        ("distill.support", ["teacher.signal=logits"]),
-        ("distill.support", ["distill.loss=k3"]),
-        ("distill.support", ["distill.on_policy_share=0", "data.response_key=r"]),
-        ("teacher.mass", ["teacher.mass=0.9"]),
-        ("teacher.topk", ["teacher.topk=1"]),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(key: str, settings: list[str]) -> None:
-    """Fails if a run ignores distill.support, or drops the ids that it asked for."""
-    with refuses(key):
-        check_config(load_config(None, [*BASE, "distill.support=union", *settings]))
-
-
 def test_a_replay_refuses_tables_of_other_ids() -> None:
     """Fails if a run trains on lists that were recorded with another distill.support."""
     settings = [*BASE, "distill.support=student"]

@@ -16,7 +16,6 @@ from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from tests.refusals import refuses
 from tests.unit.loss_cases import normal
 
 T, WEIGHT = 0.7, 1.5
@@ -145,22 +144,6 @@ def test_a_micro_batch_without_the_sampled_logprobs_is_refused() -> None:
     targets = replace(every_token(log_p, log_p, torch.arange(2)), sampled_logprobs=None)
     with pytest.raises(DataError):
         loss_of("residual", v).from_logits(normal(v, v), targets)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["distill.loss=forward_kl"],
-        ["distill.losses=[{name: reverse_kl}, {name: jsd}]"],
-        ["distill.loss=k3"],
-        ["distill.loss=reverse_kl", "teacher.signal=hidden"],
-        ["distill.loss=reverse_kl", "distill.on_policy_share=0", "data.response_key=r"],
-    ],
-)
-def test_settings_without_meaning_are_refused(settings: list[str]) -> None:
-    """Fails if a run asks for an unbiased gradient and trains with another one."""
-    with refuses("distill.tail"):
-        check_config(load_config(None, [*BASE, "distill.tail=residual", *settings]))
 
 
 def test_it_asks_for_the_sampled_token() -> None:

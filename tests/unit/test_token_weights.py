@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from gkd.actor.common.step import BatchSums, diagnostics
-from gkd.config.check import check_config
-from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.config.schema_teacher import TOKEN_WEIGHTS
 from gkd.data.columns import ALL_COLUMNS
@@ -23,10 +21,8 @@ from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
 from tests.dist import dense_loss
 from tests.dist.dense_loss import dense_factors
-from tests.refusals import refuses
 from tests.unit.loss_cases import KERNELS, SHARD, Batch, D, H, V, normal, train, written_out
 
-MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r"]
 N_SUPPORT = 4  # of V tokens; a run has 16
 WEIGHTS = TOKEN_WEIGHTS[1:]
 LENGTHS = (9, 1, 6, 4)
@@ -186,19 +182,3 @@ def test_position_requests_the_sampled_token() -> None:
         assert teacher_signals(LossSpec(token_weight=weight), "topk") == expected
     assert teacher_signals(LossSpec(token_weight="position"), "hidden") == ("hidden",)
     assert teacher_signals(LossSpec((LossTerm("k1"),), token_weight="position"), "topk") == ("sampled",)
-
-
-@pytest.mark.parametrize(
-    ("key", "overrides"),
-    [
-        ("distill.token_weight", ["distill.token_weight=teachability", "distill.loss=k1"]),
-        ("distill.token_weight", ["distill.token_weight=teachability", "distill.loss=k1", "teacher.signal=sampled"]),
-        ("distill.token_weight", ["distill.token_weight=position", "distill.on_policy_share=0"]),
-        ("distill.token_share", ["distill.token_share=0.5"]),
-        ("distill.token_clip", ["distill.token_clip=2", "distill.loss=sft", "distill.on_policy_share=0"]),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(key: str, overrides: list[str]) -> None:
-    """Fails if a weight without its numbers, or a share without an order, is found by a rank minutes later."""
-    with refuses(key):
-        check_config(load_config(None, [*MINIMAL, *overrides]))

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from gkd.config.load import load_config
-from gkd.config.schema_sections import all_keys
-from gkd.config.schema_trainer import TRACKER_NAMES
+from gkd.config.schema_sections import TRACKER_NAMES, all_keys
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.metrics import trackers
 from gkd.metrics.writer import read_metrics

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from gkd.run.disk import fsync, fsync_tree
 from teacher_server.engines.hub import name_of
 
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
+Readers: TypeAlias = dict[TensorPlan, Callable[[], Tensor]]  # tensors of a checkpoint, in the order of an export
 MAX_SHARD_BYTES = 4 << 30
 # The export replaces weights in any format, and their indices; other files are copied.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")

@@ -62,6 +62,7 @@ class ShardReader:
     """Index of the files of all ranks of one checkpoint. A context manager; it keeps files open that it has read.
 
     Attributes:
+        folder: of the files.
         meta: of the writers' snapshots.
 
     Raises:
@@ -70,7 +71,7 @@ class ShardReader:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._open: dict[Path, int] = {}
         self.index: dict[tuple[str, str, int], list[_Range]] = {}  # (name, kind, part) -> where its values are
         self._rng: dict[tuple[int, str], _Range] = {}
@@ -81,7 +82,7 @@ class ShardReader:
                 raise CheckpointError(f"{path} and {first.name} are of different checkpoints.")
         if self.meta.get("world_size") != len(others) + 1:
             raise CheckpointError(
-                f"{self._folder} has files of {len(others) + 1} ranks; {self.meta.get('world_size')} ranks wrote it."
+                f"{self.folder} has files of {len(others) + 1} ranks; {self.meta.get('world_size')} ranks wrote it."
             )
         for key, ranges in self.index.items():
             ranges.sort(key=lambda item: item.start)
@@ -113,11 +114,11 @@ class ShardReader:
         """
         ranges = self.index.get((name, kind, part))
         if ranges is None:
-            raise CheckpointError(f"{self._folder} has no {_describe(name, kind, part)}.")
+            raise CheckpointError(f"{self.folder} has no {_describe(name, kind, part)}.")
         values = torch.empty(stop - start, dtype=ranges[0].dtype) if out is None else out.detach()
         if values.dtype != ranges[0].dtype or values.shape != (stop - start,):
             raise CheckpointError(
-                f"{self._folder} has {_describe(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
+                f"{self.folder} has {_describe(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
                 f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
             )
         # These may be live states, so avoid Tensor.numpy(): see `gkd.memory.states`.
@@ -131,7 +132,7 @@ class ShardReader:
                 at = end
         if at < stop:
             raise CheckpointError(
-                f"{self._folder} lacks element {at} of {_describe(name, kind, part)}; requested {start}:{stop}."
+                f"{self.folder} lacks element {at} of {_describe(name, kind, part)}; requested {start}:{stop}."
             )
         return values
 
@@ -145,12 +146,12 @@ class ShardReader:
         return states
 
     def _rank_files(self) -> list[Path]:
-        paths = sorted(self._folder.glob("rank_*.safetensors"))
+        paths = sorted(self.folder.glob("rank_*.safetensors"))
         if not paths:
-            raise CheckpointError(f"{self._folder} is not a checkpoint: it has no {file_name(0)}.")
+            raise CheckpointError(f"{self.folder} is not a checkpoint: it has no {file_name(0)}.")
         for rank, path in enumerate(paths):
             if path.name != file_name(rank):
-                raise CheckpointError(f"{self._folder / file_name(rank)} is missing.")
+                raise CheckpointError(f"{self.folder / file_name(rank)} is missing.")
         return paths
 
     def _add(self, path: Path, rank: int) -> dict[str, Any]:

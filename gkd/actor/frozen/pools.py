@@ -81,6 +81,13 @@ class LocalScoring(RecordedScoring):
         return scored
 
 
+class NoTeacher(LocalScoring):
+    """Return chunks without scores, for evaluations without a teacher."""
+
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        return [ScoredChunk(each.rollouts, None, None, 0) for each in pending]
+
+
 class PendingReference:
     """A batch whose reference logprobs are being computed.
 

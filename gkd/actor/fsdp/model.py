@@ -41,6 +41,7 @@ from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
 from gkd.types import TokenTargets
+from teacher_server.engines.gpu_kernels import keep_kernels_on_gpus
 from teacher_server.engines.hf import auto_class, change_of_logits, keep_language_model, outside_parts, own_attention
 from teacher_server.vision.processor import ATTENDING_BOTH_WAYS, ImageProcessor
 from teacher_server.vision.rows import ImageRows, forward_arguments
@@ -174,6 +175,7 @@ def build_on_meta(
     hf.set_output_embeddings(RowsHead(head, *change_of_logits(hf)))
     hf.tie_weights()
     _use_fused_norms(hf)
+    keep_kernels_on_gpus(hf)
     if packing:
         run_per_sequence(hf)
     for module in hf.modules():
@@ -388,6 +390,7 @@ class RowsHead(nn.Module):
         """Return [1, N, V] logits of [B, S, H] hidden states, or the result of `use`."""
         if self.rows is not None:
             hidden = hidden.flatten(0, 1).index_select(0, self.rows)[None]
+        hidden = hidden.to(self.weight.dtype)  # Mamba 2 adds its residuals in float32
         if use is None:
             return F.linear(hidden, self.weight, self.bias)
         if self.factor == 1:

@@ -5,9 +5,11 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.agree import probe_group, same_error
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
-from gkd.actor.common.hf_folder import TensorPlan
+from gkd.actor.common.hf_folder import Readers, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.lora import merge
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.common.step import BatchSums
@@ -36,7 +40,8 @@ from gkd.actor.fsdp.optim import (
 )
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import Place, flat_rows, full_tensor, load_weights, match_files
+from gkd.actor.fsdp.weights import FilePart, Place, flat_rows, full_tensor, load_weights, match_files
+from gkd.config.schema import Config
 from gkd.config.schema_sections import Vision
 from gkd.data.columns import Columns
 from gkd.hf.model_folder import open_tensors, weights_digest
@@ -287,3 +292,43 @@ class FsdpStudent(Student):
     def _export_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return the model's dtype for a weight and the tensor's own dtype for a buffer."""
         return self._dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+
+
+def readers(saved: ShardReader, config: Config, base: Path, held: Mapping[str, Any]) -> tuple[Readers, Readers]:
+    """Return what reads the weights that `FsdpStudent.export` yields, and the adapters. `held`: tensors of `base`.
+
+    Raises ModelError, CheckpointError: `base`, the folder that the student was built from, is of another model.
+    """
+    shapes: dict[str, list[int]] = saved.meta["shapes"]
+    scale = saved.meta["lora_scale"]
+    dtype = getattr(torch, saved.meta["dtype"])
+    built = dtype if scale else torch.float32
+    vision = config.derived.vision
+    code = config.model.trust_remote_code
+    hf = build_on_meta(base, dtype=built, packing=False, trust_remote_code=code, images=vision != "none")
+    freeze_vision(hf, vision, dtype)
+    frozen = frozen_vision(hf)
+    places = match_files(hf, base, held)
+    trained = {name: list(place.shape) for name, place in places.items() if place.tensor.requires_grad}
+    own = {"base": weights_digest(base) if saved.meta["base"] else "", "shapes": shapes if scale else trained}
+    check_same_student(saved.folder, saved.meta, own, settings=(), model="shapes")
+
+    @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
+    def param(name: str) -> Tensor:
+        return saved.read(name, "param", 0, 0, prod(shapes[name])).view(shapes[name])
+
+    def weight(name: str, place: Place, part: FilePart, dtype: torch.dtype) -> Tensor:
+        if name in shapes:
+            return part.cut_from(param(name)).to(dtype)
+        tensor: Tensor = held[part.name].get_tensor(part.name).to(dtype)
+        a, b = (f"{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB")
+        is_conv = isinstance(place.module, Conv1D)
+        return merge(tensor, param(a), param(b), scale, transposed=is_conv) if a in shapes else tensor
+
+    weights: Readers = {}
+    for name, place in places.items():
+        to = dtype if isinstance(place.tensor, torch.nn.Parameter) else place.tensor.dtype
+        for part in place.parts if name not in frozen else ():
+            weights[part.name, part.shape, to] = partial(weight, name, place, part, to)
+    factors = shapes if scale else {}
+    return weights, {(name, tuple(shape), torch.float32): partial(param, name) for name, shape in factors.items()}

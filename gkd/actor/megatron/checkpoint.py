@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
+from gkd.actor.common.hf_folder import Readers
+from gkd.actor.common.lora import merge
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
-from gkd.actor.megatron.hf_mapping import Shape, SplitVocab, TensorEntry
-from gkd.actor.megatron.lora import adapter_shapes
+from gkd.actor.megatron.hf_mapping import WHOLE, Shape, SplitVocab, TensorEntry, stage_entries
+from gkd.actor.megatron.lora import adapter_shapes, adapters_of
 from gkd.actor.megatron.model import StudentModel
+from gkd.actor.megatron.model_config import read_megatron_dims
+from gkd.config.schema import Config
+from gkd.hf.model_folder import weights_digest
 
 _TRACKER = "megatron."  # prefix of the names of Megatron's generators
 
@@ -169,6 +175,47 @@ def _resplit(
     part = torch.empty(part_shape(entry, layout.tp))
     entry.layout.fill(part, entry.layout.join(old_parts, dims), dims, n_new, layout.tp_rank % n_new)
     return part.view(-1)[start:stop]
+
+
+def readers(saved: ShardReader, config: Config, base: Path, held: Mapping[str, Any]) -> tuple[Readers, Readers]:
+    """Return what reads the weights that `MegatronStudent.export` yields, and the adapters. `held`: tensors of `base`.
+
+    Raises ModelError, CheckpointError: `base`, the folder that the student was built from, is of another model.
+    """
+    dims = read_megatron_dims(base)
+    lora = config.actor.lora
+    dtype = getattr(torch, saved.meta["dtype"])
+    own = {"dims": json.loads(json.dumps(asdict(dims))), "base": weights_digest(base) if lora.rank else ""}
+    check_same_student(saved.folder, {"base": "", **saved.meta}, own, settings=(), model="dims")
+    adapters = {each.weight: each for each in adapters_of(dims, WHOLE, lora)} if lora.rank else {}
+
+    @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
+    def param(entry: TensorEntry) -> tuple[Tensor, ...]:
+        n_parts = saved.meta["layout"]["tp"] if _is_split(entry) else 1
+        shape = part_shape(entry, n_parts)
+        size = math.prod(shape)
+        parts = [saved.read(entry.hf_names[0], "param", i, 0, size).view(shape) for i in range(n_parts)]
+        return entry.layout.join(torch.stack(parts), dims)
+
+    def tensor(entry: TensorEntry, i: int, dtype: torch.dtype) -> Tensor:
+        name = entry.hf_names[i]
+        if not lora.rank or (name, "param", 0) in saved.index:
+            return param(entry)[i].to(dtype)
+        weight: Tensor = held[name].get_tensor(name).to(dtype)
+        adapter = adapters.get(name)
+        return weight if adapter is None else merge(weight, param(adapter.a)[0], param(adapter.b)[0], lora.scale)
+
+    def tensors(entries: Iterable[TensorEntry], dtype: torch.dtype) -> Readers:
+        return {
+            (name, entry.hf_shapes[i], dtype): partial(tensor, entry, i, dtype)
+            for entry in entries
+            for i, name in enumerate(entry.hf_names)
+        }
+
+    # A correction bias is not trained: no checkpoint has it, and `write_folder` copies it.
+    entries = (entry for entry in stage_entries(dims, WHOLE) if not entry.param.endswith("correction_bias"))
+    factors = (entry for adapter in adapters.values() for entry in (adapter.a, adapter.b))
+    return tensors(entries, dtype), tensors(factors, torch.float32)
 
 
 def part_shape(entry: TensorEntry, tp: int) -> Shape:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from gkd.config.check_values import Interval, save_interval
 from gkd.config.schema import Config
+from gkd.config.schema_sections import AHEAD, STREAM
 from gkd.config.schema_teacher import ACTOR, weight_updates
-from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.hf.model_dims import check_engine_split
 from gkd.hf.model_folder import ModelFolder, read_model_folder
 from gkd.memory.footprint.actor import (

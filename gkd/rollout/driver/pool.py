@@ -14,7 +14,6 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import Pending, gather
-from gkd.config.declare import search_path
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.codec import ColumnList
@@ -25,6 +24,7 @@ from gkd.rollout.driver.dispatcher import Dispatcher, JobStream, name_of
 from gkd.rollout.driver.recovery import Engines
 from gkd.rollout.messages import Sampling
 from gkd.types import GreedyReport, Prompt, RolloutChunk, RolloutUsage, Sample
+from gkd.user_code import search_path
 
 _CLOSE_S = 5.0  # an engine replies within milliseconds, unless its process hangs or is being created
 

@@ -140,6 +140,8 @@ class RolloutWorker:
                 spans=self._spans,
                 vision=derived.vision,
             )
+            if config.weight_sync.verify != "never":
+                self._engine.keep_digests()
         self._spans.enter(Phase.READY)
         self._log.info("engine ready")
 

@@ -18,6 +18,7 @@ from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
 from gkd.config.schema_sections import Vision
 from gkd.errors import ClusterError, DataError
+from gkd.log import get_logger
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.sampling import Request, vllm_params
 from gkd.rollout.vllm.sleep_state import TAGS, WEIGHTS, SleepState, check_level
@@ -29,6 +30,8 @@ from gkd.types import EngineUsage, Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.group import GroupSpec
 from teacher_server.vision.vllm_input import image_input
+
+log = get_logger("rollout")
 
 _WAIT_S = 0.02  # upper bound on how long calls of other threads wait while all sequences wait for environments
 
@@ -97,6 +100,8 @@ class RolloutEngine:
             self._masked = (*self._masked, *(int(i) for name in names if (i := getattr(hf, name, None)) is not None))
         self.request_options: dict[str, Any] = {} if lora is None else {"lora_request": adapter_request()}
         self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
+        self._model_path = model_path
+        self._compares = False  # whether the workers have digests of what vLLM has made of the folder
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int] | None = None
@@ -269,6 +274,8 @@ class RolloutEngine:
         follow = bool(self.request_options) and not adapters
         with self._sleep_state.loading(adapters=adapters, adapters_follow=follow):
             n_bytes = self._sync_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
+            if policy_version == 0 and not adapters and self._compares:
+                self._compare_with_folder()
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         for request in self._running.values():
             n_generated = request.n_tokens + requests[request.engine_id].num_output_tokens
@@ -276,6 +283,25 @@ class RolloutEngine:
         self._reset_prefix_cache()
         self.policy_version = policy_version
         return int(n_bytes)
+
+    def keep_digests(self) -> None:
+        """Compare this engine's parameters and buffers with those of now, after a `receive` of version 0.
+
+        To be called before `sleep`. Version 0 has the weights of the folder, which vLLM has loaded by itself.
+        """
+        self._compares = True
+        self._call_workers("gkd_keep_digests")
+
+    def _compare_with_folder(self) -> None:
+        """Log how many parameters and buffers are equal. Raises WeightSyncError: see `sorted_changes`."""
+        for n_tensors, rounded, sent in self._sync_workers("gkd_compare"):
+            if sent:
+                text = "%d of %d parameters and buffers cannot be compared: version 0 has other weights than %s (%s)"
+                log.warning(text, len(sent), n_tensors, self._model_path, ", ".join(sent[:3]))
+            else:
+                text = "%d of %d parameters and buffers are bit for bit what vLLM has made of %s; %d are rounded%s"
+                shown = f" ({', '.join(rounded[:3])})" if rounded else ""
+                log.info(text, n_tensors - len(rounded), n_tensors, self._model_path, len(rounded), shown)
 
     def synchronize(self) -> None:
         """Wait for the device. Required before another thread uses it: CUDA does not order the work of two threads."""

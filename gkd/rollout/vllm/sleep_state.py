@@ -162,8 +162,12 @@ class SleepMixin:
         Args:
             remaining: the other tags that are awake. vLLM cannot put the weights alone to sleep; in that case the KV
                 cache is released too and restored at once, zeroed.
-            level: 1 = copy the weights to host memory | 2 = keep only the model's buffers.
+            level: 1 = copy the weights to host memory | 2 = keep only the model's buffers, and what no sync brings.
         """
+        if level == 2 and WEIGHTS in tags and not hasattr(self, "_gkd_kept"):
+            trained = {id(parameter) for parameter in self._gkd_trained().parameters()}
+            parameters = self.model_runner.get_model().named_parameters()
+            self._gkd_kept = {name: p.detach().cpu().clone() for name, p in parameters if id(p) not in trained}
         if self.device.type == "cpu":
             self._gkd_release(tags, level)
             return
@@ -187,6 +191,8 @@ class SleepMixin:
             return
         worker: Any = self
         worker.wake_up(tags)
+        if WEIGHTS in tags and discarded:
+            self._gkd_bring_kept()
         if KV_CACHE in tags:  # uninitialized memory may be NaN, which survives attention masks
             for storage in _storages(self.model_runner.kv_caches):
                 _bytes_of(storage).zero_()
@@ -206,6 +212,22 @@ class SleepMixin:
         usage = read_usage(self.device)
         on_device = {} if usage.free is None or usage.total is None else {"device_used": usage.total - usage.free}
         return {"host_rss": usage.host_rss, **on_device}
+
+    def _gkd_trained(self) -> torch.nn.Module:
+        """Return the part of the model that is trained: without a vision tower, unless the student trains it.
+
+        LLaVA-NeXT has a parameter for the ends of an image's lines, too.
+        """
+        model: torch.nn.Module = self.model_runner.get_model()
+        trains_tower = self.vllm_config.additional_config["trains_tower"]
+        trained: torch.nn.Module = model if trains_tower else getattr(model, "get_language_model", lambda: model)()
+        return trained
+
+    def _gkd_bring_kept(self) -> None:
+        """Copy back the parameters that no sync brings; they never change."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        for name, kept in self._gkd_kept.items():
+            parameters[name].data.copy_(kept)
 
     def _gkd_tensors(self, tag: str) -> Iterator[torch.Tensor]:
         if tag == KV_CACHE:
@@ -233,6 +255,7 @@ class SleepMixin:
         if WEIGHTS in tags and discarded:
             for storage in _storages(self.model_runner.get_model().parameters()):
                 _bytes_of(storage).fill_(_NAN_BYTE)
+            self._gkd_bring_kept()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

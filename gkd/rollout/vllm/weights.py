@@ -14,7 +14,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm._custom_ops as custom_ops
@@ -38,10 +38,10 @@ from gkd.memory.usage import STEP_KEEPS, trim_heap
 from gkd.rollout.vllm.sleep_state import SleepMixin
 from gkd.rollout.vllm.start import ADAPTER_ID, shared_nccl_env
 from gkd.rollout.vllm.worker_errors import returns_sync_errors
-from gkd.weight_sync.buckets import Bucket, digest
+from gkd.weight_sync.buckets import Bucket, differing, digest
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
-from teacher_server.engines.vllm_process import Part, correct_cpu_kernels, load_record, record_loading
+from teacher_server.engines.vllm_process import LoadRecord, Part, correct_cpu_kernels, load_record, record_loading
 
 
 def keep_cpu_weights_live() -> None:
@@ -125,6 +125,29 @@ class WeightReceiver(SleepMixin):
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
         return n_bytes
 
+    def gkd_keep_digests(self) -> None:
+        """Keep digests of all parameters and buffers, which vLLM has made of the folder, for `gkd_compare`."""
+        self._gkd_of_folder = self._gkd_own_digests()
+
+    @returns_sync_errors
+    def gkd_compare(self) -> Changes:
+        """Compare parameters and buffers with the digests that were kept; a new run has sent the folder's weights.
+
+        Raises:
+            WeightSyncError: some differ, although the weights that came are those of the folder.
+        """
+        changed = differing(self._gkd_of_folder, self._gkd_own_digests())
+        dtypes = {name: tensor.dtype for name, tensor in self._gkd_own_tensors()}
+        return sorted_changes(changed, dtypes, load_record(), self._gkd_dtypes)
+
+    def _gkd_own_digests(self) -> dict[str, str]:
+        return {name: digest(tensor) for name, tensor in self._gkd_own_tensors()}
+
+    def _gkd_own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self.model_runner.get_model()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield unwrapped(name), tensor
+
     @returns_sync_errors
     def gkd_receive_adapters(self, plans: list[list[Bucket]]) -> int:
         """Load one version of the adapters, one plan per sender; returns the number of bytes received.
@@ -159,14 +182,10 @@ class WeightReceiver(SleepMixin):
         return self._gkd_made_adapters
 
     def _gkd_places(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers that are trained: without a vision tower's, unless the student trains it.
-
-        LLaVA-NeXT has one for the ends of an image's lines, too.
-        """
+        """Return the parameters and buffers that are trained."""
         model = self.model_runner.get_model()
         held = (*model.named_parameters(), *model.named_buffers())
-        trains_tower = self.vllm_config.additional_config["trains_tower"]
-        trained = model if trains_tower else getattr(model, "get_language_model", lambda: model)()
+        trained = self._gkd_trained()
         own = set(map(id, (*trained.parameters(), *trained.buffers())))
         return {unwrapped(name): tensor for name, tensor in held if id(tensor) in own}
 
@@ -217,6 +236,67 @@ def held_tensors(
                 torch.distributed.all_reduce(whole.view(-1).view(torch.uint8), ReduceOp.MAX, group.device_group)
         if _is_held(parts, held):
             yield name, whole if len(sources) == len(parts) else None
+
+
+class Changes(NamedTuple):
+    """Tensors of an engine that differ from those that vLLM has made of the folder, after the first sync of a new run.
+
+    Both lists are expected; other differences are errors.
+    """
+
+    n_tensors: int  # all parameters and buffers of the worker
+    rounded: list[str]  # the student sends them, or what they are computed from, in fewer bits than the folder has
+    sent: list[str]  # the student has sent other weights than those of the folder
+
+
+def sorted_changes(
+    changed: Sequence[str],
+    dtypes: Mapping[str, torch.dtype],
+    record: LoadRecord,
+    sent: Mapping[str, torch.dtype],
+) -> Changes:
+    """Sort by its reason each tensor that differs from the one that vLLM has made of the folder.
+
+    A tensor that holds numbers of the folder as they are differs if other numbers were sent: digests compare these with
+    what was sent. All others follow from them, as a scan's A does, or are constants of the model.
+
+    Args:
+        changed: names of the tensors.
+        dtypes: of all parameters and buffers of the worker.
+        record: what the worker has read of the folder at its start.
+        sent: dtypes of the tensors as they were sent.
+
+    Raises:
+        WeightSyncError: all numbers that were sent are those of the folder, so the sync has loaded them otherwise.
+    """
+    sources = defaultdict[str, set[str]](set)  # tensor -> the folder's tensors whose numbers it holds as they were sent
+    for name in record.read.keys() & sent.keys():
+        places = {part.place for part in record.read[name][1]}
+        if all(place in dtypes and dtypes[place].itemsize >= sent[name].itemsize for place in places):
+            for place in places:
+                sources[place].add(name)
+    # Rounding only reaches tensors with more bits than were sent: vLLM rounds the others as the student does.
+    sizes = {name: dtype.itemsize for name, dtype in sent.items() if name in record.dtypes}
+    rounded_to = {name: size for name, size in sizes.items() if size < record.dtypes[name].itemsize}
+    rounded = list[str]()
+    other = list[str]()
+    wrong = list[str]()
+    for place in changed:
+        read = sources.get(place, rounded_to.keys())
+        if any(rounded_to[name] < dtypes[place].itemsize for name in read & rounded_to.keys()):
+            rounded.append(place)
+        elif place in sources:
+            other.append(place)
+        else:
+            wrong.append(place)
+    if wrong and not other:
+        raise WeightSyncError(
+            f"{len(wrong)} of the rollout engine's {len(dtypes)} parameters and buffers differ after the first weight "
+            f"sync from what vLLM has made of model.path, although the student sent the same weights: {wrong[:8]}. So "
+            "vLLM loads this model otherwise at its start. Fix: use another model; weight_sync.verify = never "
+            "trains without this comparison, with an engine that may compute something else"
+        )
+    return Changes(len(dtypes), rounded, [*other, *wrong])
 
 
 def _is_held(parts: Sequence[Part], held: Mapping[str, torch.Tensor]) -> bool:

@@ -1,9 +1,7 @@
-"""Worker process that calls the functions: `python -m gkd.scoring.reward.worker FD FD`, started by `RewardWorkers`.
+"""The functions that judge responses, and the process that calls them, which `gkd.hosts.Host` starts.
 
-The first FD is a socket to the parent, the second one the memory of `Progress`. Messages are pickled: the parent sends
-one `Start`, then lists of `Request`s. The worker replies to Start with the text of an error, or an empty one, and to a
-list with what `judged` returns. It ends with its parent, also if that is killed, and ignores Ctrl-C, after which the
-parent ends it.
+The parent sends one `Start`, then lists of `Case`s. The worker answers each call of a function with a `Value`, which
+tells the parent that the next call begins.
 """
 
 from __future__ import annotations
@@ -11,29 +9,27 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from multiprocessing.connection import Connection
+from itertools import product
 from typing import Any
 
 import msgspec
 
-from gkd.config.declare import import_function
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct
 from gkd.data.conversation import reference_text
 from gkd.data.row_files import decode_row
-from gkd.errors import GkdError, RewardError
-from gkd.user_code import Progress, blame, end_with_parent, finite_number, own_traceback
-
-# The functions that judge responses: this package's, and a user's own by its path.
+from gkd.errors import RewardError
+from gkd.hosts import Parent, Ready
+from gkd.user_code import blame, encodable, finite_number, import_function, shown, traceback_of_user
 
 # Parameters of functions of other frameworks, which get other arguments, or a whole batch.
 _OTHER_FORMS = {"solution_str": "verl", "ground_truth": "verl", "prompts": "TRL", "completions": "TRL"}
 _ARGUMENTS = ("prompt", "response", "row")
+_LONGEST_ERROR = 2000  # characters of the text of an error
 _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
 # What a reference answer has that is not a formula alone: words, a unit, marks of its own. Outside of $...$ math_verify
 # finds the 2 in a formula such as 2\sqrt{3}.
@@ -48,11 +44,21 @@ class Case:
 
     prompt: str  # text that the student read, without special tokens
     response: str  # without special tokens; of a trajectory the last turn
-    row: dict[str, Any]  # all columns of the prompt's row
+    encoded_row: bytes  # see `gkd.data.row_files`
     n_tokens: int  # the student's own tokens of the response
     truncated: bool  # it reached data.max_response_length
-    messages: list[dict[str, str]] | None = None  # turns and observations; None without an environment
+    encoded_messages: bytes | None = None  # see `gkd.types.Rollout`
     reward: float | None = None  # the environment's; NaN: it failed
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """All columns of the prompt's row. Each caller gets its own: a function may change what is in a column."""
+        return decode_row(self.encoded_row)[1]
+
+    @property
+    def messages(self) -> list[dict[str, str]] | None:
+        """Turns and observations, also for each caller; None without an environment."""
+        return None if self.encoded_messages is None else msgspec.json.decode(self.encoded_messages)
 
 
 Judge = Callable[[Case], float]
@@ -66,7 +72,9 @@ class Undecided(Exception):
     """
 
 
-LATE, CUT, FAILED = "math_verify reached its time limit", "the first turn was cut off", "the environment failed"
+LATE = "math_verify reached its time limit"
+CUT = "the first turn was cut off"
+FAILED = "the environment failed"
 UNKNOWN = {LATE: math.nan, CUT: math.inf, FAILED: -math.inf}  # all other values are finite
 
 
@@ -104,7 +112,7 @@ def _problem_of(function: Callable[..., Any]) -> str:
     if any(name in names[:3] and names.index(name) != place for place, name in enumerate(_ARGUMENTS)):
         return f"its parameters are {', '.join(names)}, in another order"
     kinds = inspect.isclass, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
-    if any(is_other(each) for is_other in kinds for each in (function, type(function).__call__)):
+    if any(is_kind(target) for is_kind in kinds for target in (function, type(function).__call__)):
         return "it is a class, or is async or a generator, and returns no number"
     try:
         _signature(function).bind(*_ARGUMENTS, **({"messages": None} if takes_messages(function) else {}))
@@ -136,10 +144,10 @@ def _environment_reward(case: Case) -> float:
 
 
 def _answer(case: Case, config: Config) -> str:
-    found = case.row.get(config.data.answer_key)
-    answer = reference_text(found)
+    value = case.row.get(config.data.answer_key)
+    answer = reference_text(value)
     if answer is None:
-        raise ValueError(f"the row has {found!r} as {config.data.answer_key!r} (data.answer_key), no text or number")
+        raise ValueError(f"the row has {value!r} as {config.data.answer_key!r} (data.answer_key), no text or number")
     return answer
 
 
@@ -158,12 +166,11 @@ def _math_verify(config: Config) -> Judge:
     def parsed(text: str) -> list[Any]:
         """Return what it finds in a text; nothing if the text cannot be parsed, as a digit of another script."""
         try:
-            found: list[Any] = parse(text, parsing_timeout=_MATH_S, raise_on_error=True)
+            return list(parse(text, parsing_timeout=_MATH_S, raise_on_error=True))
         except TimeoutException as error:
             raise Undecided(LATE) from error
         except Exception:  # the package names no exceptions
             return []
-        return found
 
     def judge(case: Case) -> float:
         answer = _answer(case, config)
@@ -200,73 +207,50 @@ class Start:
     search_path: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Hold a response to judge with some of the functions; see `Case`."""
-
-    prompt: str
-    response: str
-    n_tokens: int
-    truncated: bool
-    row: bytes  # see `gkd.data.row_files`
-    functions: tuple[int, ...]  # positions in `Start.paths`
-    messages: bytes | None = None  # see `gkd.types.Rollout`
-    reward: float | None = None
-
-
-def main(fd: int, progress_fd: int) -> None:
-    """Serve requests until the parent closes the socket."""
-    end_with_parent(fd)
-    parent, progress = Connection(fd), Progress(progress_fd)
-    start: Start = parent.recv()
-    sys.path[:0] = [folder for folder in start.search_path if folder not in sys.path]
-    try:
-        judges = [judge_of(path, start.config) for path in start.paths]
-    except GkdError as error:
-        parent.send(str(error))
-        return
-    parent.send("")
-    while True:
-        parent.send(judged(parent.recv(), judges, progress.begin))
-
-
-def judged(
-    requests: Sequence[Request], judges: Sequence[Judge], begin: Callable[[int], None]
-) -> tuple[list[float], str]:
-    """Return a number for each request and each of its functions, and what is wrong with the next; "": nothing.
-
-    Numbers are finite, or stand for Undecided, see `UNKNOWN`. What is wrong is one line, and behind it the traceback.
+class Value(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Answer a call: a finite number, or one that stands for Undecided, see `UNKNOWN`.
 
     Args:
-        begin: called before each call, with its place.
+        problem: what is wrong with the call, one line; there are no further answers.
+        trace: the traceback of the function.
     """
-    numbers: list[float] = []
-    for request in requests:
-        for index in request.functions:
-            _, row = decode_row(request.row)  # for each: a function may change what is in a column
-            messages = None if request.messages is None else msgspec.json.decode(request.messages)
-            case = Case(
-                request.prompt, request.response, row, request.n_tokens, request.truncated, messages, request.reward
-            )
-            begin(len(numbers))
-            value = _call(judges[index], case)
-            if isinstance(value, str):
-                return numbers, value
-            numbers.append(value)
-    return numbers, ""
+
+    number: float = 0.0
+    problem: str = ""
+    trace: str = ""
 
 
-def _call(judge: Judge, case: Case) -> float | str:
+def judged(cases: Sequence[Case], judges: Sequence[Judge]) -> Iterator[Value]:
+    """Call each function for the first case, then for the next one, and yield the values."""
+    for case, judge in product(cases, judges):
+        value = _call(judge, case)
+        yield value
+        if value.problem:
+            return
+
+
+def _call(judge: Judge, case: Case) -> Value:
     try:
-        value = judge(case)
+        number = finite_number(judge(case))
     except Undecided as undecided:
-        return UNKNOWN[str(undecided)]
+        return Value(UNKNOWN[str(undecided)])
     except BaseException as error:  # SystemExit is caught, too: it is the function's own
-        text = f"raised {type(error).__name__}: {error}{blame(error, case.row)}".replace("\n", " ")
-        return f"{text}\n{own_traceback(error)}"
-    number = finite_number(value)
-    return f"returned {number}" if isinstance(number, str) else number
+        text = f"raised {type(error).__name__}: {shown(error, _LONGEST_ERROR)}{blame(error, case.row)}"
+        return Value(problem=encodable(text.replace("\n", " ")), trace=traceback_of_user(error))
+    return Value(problem=f"returned {number}") if isinstance(number, str) else Value(number)
+
+
+def main() -> None:
+    """Serve functions, by their positions in `Start.paths`, and cases, until the parent ends this process."""
+    parent = Parent()
+    start: Start = parent.receive()
+    judges = parent.load(start.search_path, lambda: [judge_of(path, start.config) for path in start.paths])
+    parent.send(Ready())
+    while (message := parent.receive()) is not None:
+        functions, cases = message
+        for value in judged(cases, [judges[index] for index in functions]):
+            parent.send(value)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -20,7 +20,7 @@ KINDS = ("end token", "digits", "words", "punctuation", "space", "observation")
 TENTHS = tuple(f"tenth {i}" for i in range(1, 11))
 GROUPS = {"kind": KINDS, "position": TENTHS, "agreement": (SAME, OTHER, SURE_OF_OTHER)}
 N_LARGEST = 3
-# Limits of the first line: a KL below the first is no gap; a group with more than this share of the KL is named.
+# Limits of the first line: a smaller KL does not count as a gap; a group with more than this share of it is named.
 NO_GAP, END_SHARE, SURE_SHARE = 0.005, 0.3, 0.3
 
 

@@ -332,7 +332,7 @@ def from_defaults(run: Run) -> list[dict[str, str]]:
             rows.append({"key": name, "value": shown(value), "default": "", "help": ""})
         elif _plain(value) != _plain(declared.default):
             row = {"key": name, "value": shown(value), "default": shown(declared.default)}
-            rows.append(row | {"help": declared.key.help})
+            rows.append(row | {"help": declared.help})
     return rows
 
 
@@ -344,7 +344,7 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
         values = [shown(run.settings[name]) if name in run.settings else "(no such key)" for run in runs]
         if len(set(values)) > 1:
             known = all_keys().get(name)
-            rows.append({"key": name, "values": values, "help": known.key.help if known else ""})
+            rows.append({"key": name, "values": values, "help": known.help if known else ""})
     return rows
 
 
