@@ -1,15 +1,18 @@
 """Error types of the project; every error that a user can see is one of these and names a fix.
 
-Imports only the standard library, so that any process can raise and catch these without loading an engine.
+Imports only the standard library, so that any process can raise and catch these without loading an engine. The errors
+of the teacher's client are defined with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-
-class GkdError(Exception):
-    """Base class of all deliberate errors; `main_gkd` prints them without a traceback."""
+from teacher_server.errors import GkdError as GkdError
+from teacher_server.errors import TeacherChanged as TeacherChanged
+from teacher_server.errors import TeacherError as TeacherError
+from teacher_server.errors import TeacherRefusal as TeacherRefusal
+from teacher_server.errors import TeacherUnavailable as TeacherUnavailable
 
 
 class ConfigError(GkdError):
@@ -117,33 +120,6 @@ class RankTimeout(ClusterError):
     def __init__(self, message: str, late: Sequence[str] = (), *, diagnosed: bool = False) -> None:
         self.late, self.diagnosed = tuple(late), diagnosed
         super().__init__(message)
-
-
-class TeacherError(GkdError):
-    """The teacher refused a request or returned invalid scores."""
-
-
-class TeacherChanged(TeacherError):
-    """The teacher server serves another model than at the start of the run."""
-
-
-class TeacherRefusal(TeacherError):
-    """The teacher server refused a request; a resend would be refused, too.
-
-    Args:
-        code: of the server's ErrorReply, e.g. ``bad_request``; empty if it is unknown.
-    """
-
-    def __init__(self, message: str, code: str = "") -> None:
-        self.code = code
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[TeacherRefusal], tuple[str, str]]:
-        return type(self), (str(self), self.code)  # see ConfigError
-
-
-class TeacherUnavailable(TeacherError):
-    """The teacher did not respond within the outage budget; names its address and how to start it."""
 
 
 class RewardError(GkdError):

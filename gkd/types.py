@@ -22,6 +22,7 @@ import numpy as np
 from gkd.spans import ProcessSpans
 from teacher_server.vision.images import EncodedImage
 from teacher_server.wire.protocol import Signal
+from teacher_server.wire.table import TopKTable
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,14 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
     row: bytes | None = None  # see `gkd.data.row_files`; None means no function needs it
     own: np.ndarray | None = None  # [R] bool, the assistant's own tokens of response_ids; None means all
     images: tuple[EncodedImage, ...] = ()  # in the order of their placeholders in token_ids and in teacher_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLimits:
+    """Limits of the responses of a batch."""
+
+    tokens: int
+    turns: int  # with an environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,37 +138,10 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherTopK:
-    """The teacher's K most probable tokens at each own position, or the tokens of distill.support.
-
-    Normalized over the full (common) vocabulary at the request's temperature *before* the truncation to K, so
-    `exp(topk_logprobs).sum(-1)` is the teacher's true mass on these ids (<= 1). With a mass target, a row lists only as
-    many ids as needed to reach it: `counts` ids, followed by entries -1 and -inf.
-    """
-
-    topk_ids: np.ndarray  # [M, K] int32
-    topk_logprobs: np.ndarray  # [M, K] float32, nats, descending
-    tail_mass: np.ndarray  # [M] float32, teacher probability outside the listed ids
-    counts: np.ndarray | None = None  # [M] int32, number of listed ids per row, 1..K; None means all K
-
-    @classmethod
-    def without_tail(cls, ids: np.ndarray, logprobs: np.ndarray) -> TeacherTopK:
-        """Return the table of an engine that gives no exact rest: the tail is 1 - the listed mass, at least 0.
-
-        Args:
-            ids: [R, K] int32.
-            logprobs: [R, K] float32, nats.
-        """
-        with np.errstate(over="ignore"):  # logprobs that the checks refuse overflow
-            tail = np.clip(1.0 - np.exp(logprobs.astype(np.float64)).sum(axis=1), 0.0, 1.0).astype(np.float32)
-        return cls(np.ascontiguousarray(ids), np.ascontiguousarray(logprobs), tail)
-
-
-@dataclass(frozen=True, slots=True)
 class TeacherScores:
     """Teacher scores of one sequence: the signals that `teacher.signal` and the loss require; others are None."""
 
-    topk: TeacherTopK | None = None
+    topk: TopKTable | None = None  # `sampled` is None: it is `sampled_logprobs` below
     sampled_logprobs: np.ndarray | None = None  # [M] float32, nats, of the own tokens
     # [M, V] float32 or float16, over the common vocabulary, divided by the temperature.
     logits: np.ndarray | None = None
@@ -423,6 +405,25 @@ class TeacherHealth:
     def label(self) -> str:
         """Return "teacher", with several of them and the route."""
         return f"teacher {self.route}".rstrip()
+
+    @staticmethod
+    def merged(healths: Sequence[TeacherHealth]) -> TeacherHealth | None:
+        """Return the health by all of these clients: the longest silence and its route, the sum of their requests."""
+        if not healths:
+            return None
+        silent = max(healths, key=lambda health: health.silent_s)
+        newest: dict[str, TeacherHealth] = {}
+        for health in healths:
+            known = newest.get(health.route, health)
+            newest[health.route] = min(known, health, key=lambda each: each.silent_s)
+        return TeacherHealth(
+            silent.silent_s,
+            silent.budget_s,
+            sum(health.n_in_flight for health in healths),
+            sum(health.n_workers for health in newest.values()),
+            sum(health.n_queued for health in newest.values()),
+            silent.route if len(newest) == 1 or silent.silent_s else "",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,12 @@ from gkd.errors import ConfigError, GkdError
 from gkd.hf.model_folder import check_engines
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.engine import RolloutEngine
-from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
+from gkd.types import Prompt, Rollout, TeacherScores
 from gkd.weight_sync.buckets import differing
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
+from teacher_server.wire.table import TopKTable
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_model
 from tests.e2e.weight_sender import WeightSender
 from tests.model_families import N_BYTES, VOCAB, save_family
@@ -96,7 +97,7 @@ def _sequences() -> list[tuple[Rollout, TeacherScores]]:
         ids = rng.integers(0, N_BYTES, n_prompt + n).astype(np.int32)
         shares = rng.uniform(0.3, 0.9, (n, 1)) * rng.dirichlet(np.ones(K), n)
         listed = np.stack([rng.permutation(VOCAB)[:K] for _ in range(n)]).astype(np.int32)
-        topk = TeacherTopK.without_tail(listed, np.log(-np.sort(-shares)).astype(np.float32))
+        topk = TopKTable.without_tail(listed, np.log(-np.sort(-shares)).astype(np.float32))
         rollout = Rollout(i, i, ids[:n_prompt], ids[n_prompt:], np.zeros(n, np.float32), (), "stop", on_policy=False)
         made.append((rollout, TeacherScores(topk)))
     return made

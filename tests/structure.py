@@ -24,7 +24,7 @@ TOP = ("gkd", "teacher_server")
 _ORDER = """
 teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.vision
 teacher_server.engines
-teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
+teacher_server.client teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
 teacher_server.__main__
 gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.hosts gkd.config gkd.roles gkd.run
  gkd.console gkd.metrics gkd.data gkd.environment gkd.pipeline gkd.trainer
@@ -38,11 +38,11 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 58_810,
-    "files": 336,
-    "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
+    "lines": 58_150,
+    "files": 338,
+    "assignments of tuples": 672,  # `a, b = x, y`: two statements in one line
     "config_keys": 160,
-    "lines of tests": 69_975,
+    "lines of tests": 70_000,
     "lines of benches": 6_610,
     "lines of results": 8_000,
     "lines of the longest result": 200,

@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from gkd.actor.common.lora import first_a
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
+from teacher_server.wire.table import TopKTable
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector")
 
@@ -36,12 +37,12 @@ def logits_of(model: Any, processor: Any, rollout: Rollout) -> Tensor:
     return logits
 
 
-def loss_of(logits: Tensor, topk: TeacherTopK) -> Tensor:
+def loss_of(logits: Tensor, topk: TopKTable) -> Tensor:
     """Return the sum of KL(teacher || student) with the rest of the probability as one outcome."""
     log_q = logits.double().log_softmax(-1)
-    listed = log_q.gather(1, torch.from_numpy(topk.topk_ids.astype(np.int64)))
-    log_p = torch.from_numpy(topk.topk_logprobs).double()
-    tail = torch.from_numpy(topk.tail_mass).double().clamp(min=1e-30)
+    listed = log_q.gather(1, torch.from_numpy(topk.ids.astype(np.int64)))
+    log_p = torch.from_numpy(topk.logprobs).double()
+    tail = torch.from_numpy(topk.tail).double().clamp(min=1e-30)
     rest = torch.log1p(-listed.exp().sum(-1).clamp(max=1 - 1e-12))
     return (log_p.exp() * (log_p - listed)).sum() + (tail * (tail.log() - rest)).sum()
 

@@ -28,7 +28,7 @@ class ChunkInputs:
     # [R] float32 of each sequence, or None for one that is not trained on; a chunk's last ones may be left out. Empty
     # where `scores` are, and without a reference.
     reference: Sequence[list[np.ndarray | None]] = ()
-    numbers: Sequence[bytes] = ()  # those of `ScoredChunk` of the group's sequences; empty: no setting needs them
+    numbers: Sequence[bytes] = ()  # numbers of the group's sequences, as in `ScoredChunk`; empty: none needed
 
     @classmethod
     def of_parts(cls, parts: Sequence[GroupPart], layout: ParallelLayout) -> Self:

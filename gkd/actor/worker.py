@@ -326,6 +326,7 @@ class ActorWorker(ActorRank):
                 hidden_size=self._student.teacher_hidden_size,
                 n_teacher_vocab=0 if self._pair is None else self._pair.n_listed,
                 with_reference=with_reference,
+                with_values=bool(self._config.teacher.kind.pool),  # servers' scores were checked where they arrived
             )
             rollouts, scores = trained_on(rollouts, scores, skip_first)
             batches = make_micro_batches(

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from gkd.data.collate import MicroBatches
-from gkd.data.score_checks import rows_of, validate_lists, validate_scores
+from gkd.data.score_checks import validate_scores
 from gkd.errors import DataError
 from gkd.text.pair import TokenizerPair
-from gkd.types import Rollout, TeacherScores, TeacherTopK, TokenRecord
+from gkd.types import Rollout, TeacherScores, TokenRecord
 from teacher_server.wire.protocol import Signal
-
-Tables = TypeVar("Tables", TeacherScores, TeacherTopK)
+from teacher_server.wire.table import TopKTable
 
 
 def check_batch(
@@ -34,6 +33,7 @@ def check_batch(
     hidden_size: int | None = None,
     n_teacher_vocab: int = 0,
     with_reference: bool = False,
+    with_values: bool = True,
 ) -> None:
     """Check rollouts and scores before `make_micro_batches`.
 
@@ -45,6 +45,8 @@ def check_batch(
         hidden_size: D of the teacher; None allows any.
         n_teacher_vocab: ids of a teacher with another tokenizer are below it.
         with_reference: the loss requires reference logprobs.
+        with_values: check the values of the teacher's tables. A client of a server has checked them when they arrived;
+            then only shapes and dtypes are checked here.
 
     Raises:
         DataError: no prompt or own token, a token id out of range, a mask of another length, or, if on-policy, not one
@@ -58,15 +60,13 @@ def check_batch(
         _check_rollout(rollout, n_vocab, name)
     if scores is None:
         return
-    if "topk" in signals:
-        # The text of a response may have no token of the teacher.
-        some = [i for i, score in enumerate(scores) if score.response_ids is None or len(score.response_ids)]
-        listed = [scores[i] for i in some]
-        rows = rows_of([rollouts[i] for i in some], listed, [names[i] for i in some])
-        validate_lists(listed, n_teacher_vocab or n_vocab, rows)
     others = [signal for signal in signals if signal != "topk"]
+    flags = {"with_reference": with_reference, "with_values": with_values}
     for score, rollout, name in zip(scores, rollouts, names, strict=True):
-        validate_scores(score, rollout, n_vocab, others, name, hidden_size, with_reference=with_reference)
+        # The text of a response may have no token of the teacher, and then no list.
+        is_empty = score.response_ids is not None and not len(score.response_ids)
+        required = others if is_empty else signals
+        validate_scores(score, rollout, n_teacher_vocab or n_vocab, required, name, hidden_size, **flags)
 
 
 def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
@@ -127,14 +127,14 @@ def _cut(rollout: Rollout, n: int) -> Rollout:
     )
 
 
-def _rest(tables: Tables, n: int) -> Tables:
+def _rest(scores: TeacherScores, n: int) -> TeacherScores:
     """Return the tables without their first rows."""
     rest: dict[str, Any] = {}
-    for item in fields(tables):
-        table = getattr(tables, item.name)
+    for item in fields(scores):
+        table = getattr(scores, item.name)
         if table is not None:
-            rest[item.name] = _rest(table, n) if isinstance(table, TeacherTopK) else table[n:]
-    return replace(tables, **rest)
+            rest[item.name] = table.rows(slice(n, None)) if isinstance(table, TopKTable) else table[n:]
+    return replace(scores, **rest)
 
 
 def make_micro_batches(

@@ -221,11 +221,11 @@ def _targets(
     if advantages := _present([r.advantage for r in rollouts]):
         targets.advantages = torch.from_numpy(np.repeat(np.array(advantages, np.float32), n_rows))
     if topk := _present([s.topk for s in scores]):
-        width = max(t.topk_ids.shape[1] for t in topk)
-        targets.topk_ids = _rows([_pad_columns(t.topk_ids, width, -1) for t in topk], listed, np.int64)
-        logprobs = [_pad_columns(t.topk_logprobs, width, -np.inf) for t in topk]
+        width = max(t.ids.shape[1] for t in topk)
+        targets.topk_ids = _rows([_pad_columns(t.ids, width, -1) for t in topk], listed, np.int64)
+        logprobs = [_pad_columns(t.logprobs, width, -np.inf) for t in topk]
         targets.topk_logprobs = _rows(logprobs, listed, np.float32)
-        targets.tail_mass = _rows([t.tail_mass for t in topk], listed, np.float32)
+        targets.tail_mass = _rows([t.tail for t in topk], listed, np.float32)
     if sampled := _present([s.sampled_logprobs for s in scores]):
         targets.sampled_logprobs = _rows(sampled, listed, np.float32)
     if logits := _present([s.logits for s in scores]):

@@ -33,7 +33,7 @@ class GroupPart:
 
     chunk: ScoredChunk
     sequence_indices: bytes | None
-    numbers: bytes | None = None  # those of `ScoredChunk` of these sequences
+    numbers: bytes | None = None  # numbers of these sequences, as in `ScoredChunk`
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def turn_sum(turn: int, name: str) -> str:
 
 def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_sampled: bool) -> tuple[str, ...]:
     """Return the names in `TokenLosses.values` in a fixed order, which is the same on every rank."""
-    names = [term.name for term in spec.terms]
+    names = [term.name for term in spec.used]
     if has_distribution:
         names += ["token_kl", "overlap"]
     if has_topk:

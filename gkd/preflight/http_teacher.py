@@ -99,12 +99,12 @@ class _Probe:
         self._check_rows(scores.sampled_logprobs, alone, "with and without lists")
         if n := self._config.derived.n_student_ids:
             assert scores.topk is not None
-            given = replace(as_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.topk_ids[:, -n:]))
+            given = replace(as_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.ids[:, -n:]))
             fix = "start vLLM with --enable-scale-out and VLLM_USE_V2_MODEL_RUNNER=1, or use teacher."
             with self._refused("the teacher cannot score given ids", "distill.support", fix):
                 (chosen,) = self._scores([given], ("topk",))
             assert chosen.topk is not None
-            self._check_rows(chosen.topk.topk_logprobs, scores.topk.topk_logprobs, "of given and of listed ids")
+            self._check_rows(chosen.topk.logprobs, scores.topk.logprobs, "of given and of listed ids")
 
     def _check_rows(self, some: np.ndarray | None, others: np.ndarray, which: str) -> None:
         assert some is not None

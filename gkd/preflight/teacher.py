@@ -24,8 +24,8 @@ from gkd.hf.model_folder import read_config_json, weights_digest
 from gkd.log import get_logger
 from gkd.preflight.images import image_processor
 from gkd.run.disk import replace_file
+from gkd.scoring.teacher.client import server_command
 from gkd.scoring.teacher.info import TeacherInfo
-from gkd.scoring.teacher.link import server_command
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.types import Prompt, Rollout

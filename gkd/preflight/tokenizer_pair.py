@@ -201,9 +201,9 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
         for sequence, future in zip(asked, futures, strict=True):
             table = future.result()[0].topk
             assert table is not None  # requested
-            p = np.exp(table.topk_logprobs, dtype=np.float64)
-            masses.append((p * is_whole[table.topk_ids]).sum(axis=1))
-            for token, ids, row in zip(sequence.response_ids.tolist(), table.topk_ids.tolist(), p, strict=True):
+            p = np.exp(table.logprobs, dtype=np.float64)
+            masses.append((p * is_whole[table.ids]).sum(axis=1))
+            for token, ids, row in zip(sequence.response_ids.tolist(), table.ids.tolist(), p, strict=True):
                 string = pair.teacher[token] or MARK
                 alike = [
                     nodes.teacher[i] == nodes.teacher[token] and (pair.teacher[i] or b"").startswith(string)

@@ -17,11 +17,13 @@ import numpy as np
 
 from gkd.errors import CheckpointError
 from gkd.run.disk import naming
-from gkd.types import FINISH_REASONS, SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import FINISH_REASONS, SIGNAL_FIELDS, Rollout, TeacherScores, VersionSpan
 from teacher_server.vision.images import EncodedImage
+from teacher_server.wire.table import TopKTable
 
 _FORMAT = 1
-_TOPK = ("topk_ids", "topk_logprobs", "tail_mass", "counts")
+# Name in a file -> field of the table.
+_TOPK = {"topk_ids": "ids", "topk_logprobs": "logprobs", "tail_mass": "tail", "counts": "counts"}
 _SCORES = (*(name for signal, name in SIGNAL_FIELDS.items() if signal != "topk"), "response_ids")  # one array each
 _TABLES = ("format", "sequences", "spans", "prompt_ids", "response_ids", "rollout_logprobs")
 
@@ -165,7 +167,7 @@ def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) 
         found = {f"score_{key}": getattr(score, key) for key in _SCORES}
         n_rows = rollout.n_own if score.response_ids is None else len(score.response_ids)
         if score.topk is not None:
-            found |= {f"score_{key}": getattr(score.topk, key) for key in _TOPK}
+            found |= {f"score_{key}": getattr(score.topk, field) for key, field in _TOPK.items()}
         for key, table in found.items():
             if table is not None:
                 if len(table) != n_rows:
@@ -188,8 +190,8 @@ def _scores(tables: dict[str, np.ndarray], lengths: Sequence[int]) -> list[Teach
     scores = []
     for i in range(len(lengths)):
         own = {key: part[i] for key, part in parts.items()}
-        topk = {key: own.pop(key) for key in _TOPK if key in own}
-        scores.append(TeacherScores(topk=TeacherTopK(**topk) if topk else None, **own))
+        topk = {field: own.pop(key) for key, field in _TOPK.items() if key in own}
+        scores.append(TeacherScores(topk=TopKTable(**topk) if topk else None, **own))
     return scores
 
 

@@ -25,7 +25,6 @@ from gkd.errors import TeacherChanged, TeacherError, TeacherUnavailable
 from gkd.roles import Computation
 from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.info import Probe, head_columns
-from gkd.scoring.teacher.outage import merged
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.scoring.teacher.window import Window, grouped
@@ -146,7 +145,7 @@ class ScoringEndpoint(GroupEndpoint):
             replace(teacher.health(), route=route.name)
             for route, teacher in zip(self._routes, self._teachers, strict=False)  # connecting
         ]
-        return merged(healths)
+        return TeacherHealth.merged(healths)
 
     def lm_head(self) -> np.ndarray:
         """Return the LM head, [n_vocab, D] float32; hidden states @ lm_head.T = logits before the temperature.

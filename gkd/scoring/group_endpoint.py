@@ -186,8 +186,8 @@ def summary_of(scores: Sequence[TeacherScores], times: ScoreTimes | None = None)
     for i, score in enumerate(scores):
         arrays = [getattr(score, name) for signal, name in SIGNAL_FIELDS.items() if signal != "topk"]
         if score.topk is not None:
-            arrays += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass, score.topk.counts]
-            n_rows = len(score.topk.topk_logprobs)  # 0: the teacher's tokenizer does not have the text
-            masses[i] = np.exp(score.topk.topk_logprobs, dtype=np.float64).sum() / max(1, n_rows)
+            arrays += [score.topk.ids, score.topk.logprobs, score.topk.tail, score.topk.counts]
+            n_rows = len(score.topk.logprobs)  # 0: the teacher's tokenizer does not have the text
+            masses[i] = np.exp(score.topk.logprobs, dtype=np.float64).sum() / max(1, n_rows)
         n_bytes[i] = sum(array.nbytes for array in arrays if array is not None)
     return ScoreSummary(masses, n_bytes, times)

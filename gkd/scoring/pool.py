@@ -19,7 +19,6 @@ from gkd.data.scatter import encode_part
 from gkd.errors import ClusterError
 from gkd.roles import Computation
 from gkd.scoring.group_endpoint import ScoreSummary
-from gkd.scoring.teacher.outage import merged
 from gkd.types import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
 
 # Concurrency group of the endpoints: recording and restoring run concurrently with scoring.
@@ -130,7 +129,7 @@ class ScoringPool(RecordedScoring):
     def health(self) -> TeacherHealth | None:
         """Return what the endpoints have heard from the teacher server; None without a reply within 2 s. Any thread."""
         refs = [endpoint.health.options(concurrency_group=HEALTH).remote() for endpoint in self._endpoints]
-        return merged([health for health in answers(refs, _HEALTH_S) if health is not None])
+        return TeacherHealth.merged([health for health in answers(refs, _HEALTH_S) if health is not None])
 
 
 def teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gkd.text.byte_vocab import END, MARK, Nodes, Units, Vocab, common_nodes, units_of
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
+from teacher_server.wire.table import TopKTable
 
 _MARKS = re.compile(re.escape(MARK) + b"(.)", re.DOTALL)
 
@@ -125,7 +126,7 @@ class TokenizerPair:
         nothing = TeacherScores(hidden=np.zeros((0, hidden_size), np.float32))
         if not hidden_size:
             none, ids = np.zeros((0, topk), np.float32), np.zeros((0, topk), np.int32)
-            nothing = TeacherScores(TeacherTopK(ids, none, none[:, 0], ids[:, 0] if by_mass else None), none[:, 0])
+            nothing = TeacherScores(TopKTable(ids, none, none[:, 0], ids[:, 0] if by_mass else None), none[:, 0])
         return {i: replace(scores.get(i, nothing), response_ids=text.response_ids) for i, text in enumerate(texts)}
 
     def teacher_ids(self, response: np.ndarray) -> np.ndarray:

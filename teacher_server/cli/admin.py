@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from teacher_server.cli.admin_link import AdminLink, ConnectionClosed, NoReply
+from teacher_server.client.admin import AdminLink, ConnectionClosed, NoReply
 from teacher_server.config.command import command_parser
 from teacher_server.config.settings import server_endpoint
 from teacher_server.errors import SettingsError

@@ -10,8 +10,8 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
-from teacher_server.cli.admin_link import AdminLink
 from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
+from teacher_server.client.admin import AdminLink
 from teacher_server.config.command import command_parser
 from teacher_server.config.schema import HTTP_OPTIONS, HttpSettings
 from teacher_server.config.settings import add_flags, flag_of, given_flags, ipv4, server_endpoint, settings_from

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from teacher_server.vision.images import EncodedImage, ImageError
-from teacher_server.wire.payload import TopKScores, given_problem
+from teacher_server.wire.payload import given_problem
 from teacher_server.wire.protocol import RowDtype, Signal, Wire
+from teacher_server.wire.table import TopKTable
 
 if TYPE_CHECKING:
     from teacher_server.vision.processor import ImageProcessor
@@ -99,8 +100,8 @@ class RowStream(Protocol):
         ...
 
 
-# topk: TopKScores; sampled: [M] float32; logits and hidden: a RowStream.
-Scores = TopKScores | np.ndarray | RowStream
+# topk: TopKTable; sampled: [M] float32; logits and hidden: a RowStream.
+Scores = TopKTable | np.ndarray | RowStream
 
 
 class Engine(Protocol):

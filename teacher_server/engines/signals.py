@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from teacher_server.engines.base import ScoreParams, Scores, TokenSequence
-from teacher_server.wire.payload import NO_ID, TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
+from teacher_server.wire.table import NO_ID, TopKTable
 
 # Bytes of float32 logits. At V = 152k, 55 rows suffice on a CPU, and larger blocks are mapped by the kernel again for
 # every chunk. A GPU reads the whole LM head for each chunk, which takes as long as the arithmetic of 200 rows.
@@ -47,7 +47,7 @@ def score_hidden(
         raise ValueError(f"{len(hidden)} rows of hidden states for {sum(lengths)} rows of the sequences")
     n_vocab = params.n_vocab or vocab_size
     if params.signal == "topk":
-        return [*_split_topk(topk_rows(hidden, batch, logits_of, params, vocab_size), lengths)]
+        return [*topk_rows(hidden, batch, logits_of, params, vocab_size).split(lengths)]
     if params.signal == "sampled":
         flat = sampled_rows(hidden, batch, logits_of, params, vocab_size)
         return [*np.split(flat, np.cumsum(lengths)[:-1])]
@@ -60,8 +60,8 @@ def score_hidden(
 
 def topk_rows(
     hidden: torch.Tensor, batch: Sequence[TokenSequence], logits_of: LogitsOf, params: ScoreParams, vocab_size: int
-) -> TopKScores:
-    """Compute the top-k of all N rows as one TopKScores: the given ids, and the most probable others up to K.
+) -> TopKTable:
+    """Compute the top-k of all N rows as one TopKTable: the given ids, and the most probable others up to K.
 
     With l the logits below n_vocab, m their maximum and T the temperature, e = exp((l - m) / T), the logprob of an
     entry is (l - m) / T - log(sum e), and the tail is the sum of e over all other ids divided by sum e. Summing the
@@ -105,7 +105,7 @@ def topk_rows(
             rest = rest + kept.sum(-1)  # entries that the mass target leaves out belong to the tail
             counts[chunk] = count.int()
         tail[chunk] = rest / total
-    scores = TopKScores(
+    scores = TopKTable(
         ids.cpu().numpy(),
         logprobs.cpu().numpy(),
         tail.cpu().numpy(),
@@ -190,16 +190,6 @@ def _exp_in_place(logits: torch.Tensor, top: torch.Tensor, temperature: float) -
 def _check_finite(*arrays: np.ndarray) -> None:
     if not all(np.isfinite(array).all() for array in arrays):
         raise ArithmeticError("the model's logits contain a NaN or an infinity")
-
-
-def _split_topk(flat: TopKScores, lengths: Sequence[int]) -> Iterator[TopKScores]:
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        counts = None if flat.counts is None else flat.counts[part]
-        sampled = None if flat.sampled is None else flat.sampled[part]
-        yield TopKScores(flat.ids[part], flat.logprobs[part], flat.tail[part], counts, sampled)
-        start += length
 
 
 # Compute the exact top-k of long rows in two stages: select the blocks that can contain it, then search them.

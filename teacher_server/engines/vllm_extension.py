@@ -27,8 +27,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, TokenSequence
 from teacher_server.engines.signals import MatrixStream, score_hidden
 from teacher_server.engines.vllm_process import correct_cpu_kernels, record_loading
-from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
+from teacher_server.wire.table import TopKTable
 
 ROW_RANGES = "teacher_row_ranges"  # key of SamplingParams.extra_args: each `RowRange` as a list, ascending
 
@@ -160,7 +160,7 @@ class TeacherExtension:
 
     def teacher_score(
         self, batch: Sequence[TokenSequence], params: ScoreParams
-    ) -> list[TopKScores | np.ndarray | StreamHandle] | Failure | None:
+    ) -> list[TopKTable | np.ndarray | StreamHandle] | Failure | None:
         """Run `signals.score_hidden` on the batch. Its streams stay here until `teacher_close`."""
         if not self._teacher_kept.all():
             raise RuntimeError(f"vLLM did not compute {int((~self._teacher_kept).sum())} rows of the batch")
@@ -169,9 +169,9 @@ class TeacherExtension:
             scores = score_hidden(hidden, batch, self._teacher_logits_of, params, self._teacher_vocab_size)
         except ArithmeticError as error:
             return Failure(str(error))
-        results: list[TopKScores | np.ndarray | StreamHandle] = []
+        results: list[TopKTable | np.ndarray | StreamHandle] = []
         for scored in scores:
-            if isinstance(scored, TopKScores | np.ndarray):
+            if isinstance(scored, TopKTable | np.ndarray):
                 results.append(scored)
             else:
                 self._teacher_last_stream += 1

@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import MAX_ENTRIES, MAX_ID
+from teacher_server.wire.table import TopKTable
 
 MAX_K = 1024  # most entries of a row
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
@@ -67,7 +67,7 @@ class Question:
 
     model: str  # name of a teacher or its model; may be empty if there is only one
     wanted: Sequence[Wanted]
-    write: Callable[[Sequence[TopKScores], str], Iterator[bytes]]  # in pieces
+    write: Callable[[Sequence[TopKTable], str], Iterator[bytes]]  # in pieces
 
     def __post_init__(self) -> None:
         n_entries = sum((len(each.ids) - each.start) * each.depth for each in self.wanted)

@@ -25,7 +25,7 @@ from teacher_server.http.question import (
     rows_json,
     sequences_of,
 )
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.table import TopKTable
 
 # What is generated, other models, and images.
 _REFUSED = ("stream", "token_ids_logprob", "lora_path", "image_data", "video_data", "audio_data", "input_embeds")
@@ -69,7 +69,7 @@ def _read(body: bytes) -> Question:
         raise Refusal(400, f"logprob_start_len = {start} with {last + 2} tokens: no row is left. Fix: 0 to {last}.")
     wanted = [Wanted("top_logprobs_num", ids, start + 1, asked.top_logprobs_num) for ids in sequences]
 
-    def write(scores: Sequence[TopKScores], _: str) -> Iterator[bytes]:
+    def write(scores: Sequence[TopKTable], _: str) -> Iterator[bytes]:
         tables = [_tables(each, found) for each, found in zip(wanted, scores, strict=True)]
         shells = []
         for each, own in zip(wanted, tables, strict=True):
@@ -83,7 +83,7 @@ def _read(body: bytes) -> Question:
     return Question(asked.model or "", wanted, write)
 
 
-def _tables(wanted: Wanted, scores: TopKScores) -> dict[str, Iterable[bytes]]:
+def _tables(wanted: Wanted, scores: TopKTable) -> dict[str, Iterable[bytes]]:
     """Return name -> JSON of the lists of one sequence."""
     assert scores.sampled is not None  # every request asks for it
     before, *ids = wanted.ids[wanted.start - 1 :].tolist()

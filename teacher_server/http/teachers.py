@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 
-from teacher_server.http.link import RESEND_S, BrokerLink
+from teacher_server.client.requests import InfoCall, NamedSequence, RequestSettings, StatusCall
+from teacher_server.errors import TeacherError
+from teacher_server.http.link import RESEND_S, BrokerLink, RelayCall
 from teacher_server.http.question import Refusal, Wanted
-from teacher_server.wire.payload import check_tokens
-from teacher_server.wire.protocol import (
-    ID_BYTES,
-    Buffer,
-    InfoReply,
-    InfoRequest,
-    ScoreReply,
-    ScoreRequest,
-    StatusReply,
-    StatusRequest,
-    Wire,
-    as_frame,
-    checksum,
-    token_digest,
-)
-from teacher_server.wire.status import TeacherStatus, decode_status
+from teacher_server.wire.protocol import MAX_ID, Buffer, InfoReply, ScoreReply, Wire
+from teacher_server.wire.status import ServerStatus, TeacherStatus
 
 _IN_FLIGHT = 256  # sequences at the broker
 
@@ -39,16 +26,14 @@ class Teachers:
 
     async def known(self) -> list[tuple[TeacherStatus, int]]:
         """Return each teacher and its longest sequence in tokens, 0 before it has loaded. Raises Refusal."""
-        reply, frames = await self._link.ask(StatusRequest(request_id=os.urandom(ID_BYTES)))
-        if not isinstance(reply, StatusReply):
-            raise Refusal(502, f"the teacher server answered a status request with {type(reply).__name__}.")
-        return [(each, await self._max_tokens(each)) for each in decode_status(reply, frames).teachers]
+        status: ServerStatus = await self._link.ask(StatusCall())
+        return [(each, await self._max_tokens(each)) for each in status.teachers]
 
     async def _max_tokens(self, teacher: TeacherStatus) -> int:
         if not teacher.n_workers:
             return 0
-        reply, _ = await self._link.ask(InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher.name))
-        return reply.max_tokens if isinstance(reply, InfoReply) else 0
+        reply: InfoReply = await self._link.ask(InfoCall(teacher.name))
+        return reply.max_tokens
 
     async def find(self, model: str) -> TeacherStatus:
         """Return the teacher of a client's model name: a teacher, its model, or the model's path.
@@ -79,33 +64,17 @@ class Teachers:
         """Return the reply for R rows of `wanted.depth` entries with the tokens' own logprobs, and its frames.
 
         Raises:
-            ProtocolError: a value is out of the protocol's range.
-            Refusal: as `BrokerLink.ask`, or the reply does not match the request, or is of another model.
+            Refusal: as `BrokerLink.ask`, or a value is out of the protocol's range, or the reply is of another model.
         """
-        tokens = check_tokens(wanted.ids)
+        settings = RequestSettings(teacher.name, wanted.depth, wanted.temperature, 0, wire, RESEND_S)
+        sequence = NamedSequence("a sequence", wanted.ids[: wanted.start], wanted.ids[wanted.start :])
         try:
-            request = ScoreRequest(
-                request_id=os.urandom(ID_BYTES),
-                signal="topk",
-                teacher=teacher.name,
-                k=wanted.depth,
-                temperature=wanted.temperature,
-                prompt_length=wanted.start,
-                total_length=len(tokens),
-                wire=wire,
-                deadline_s=2 * RESEND_S,  # every resend renews it
-                checksum=checksum(as_frame(tokens)),
-                with_sampled=True,
-            )
-        except ValueError as error:
+            message = settings.score([sequence], "topk", k=settings.k, with_sampled=True)
+            request = RelayCall(message, MAX_ID + 1)
+        except TeacherError as error:
             raise Refusal(400, f"{error}. Fix: change the request.") from error
         async with self._window:
-            reply, frames = await self._link.ask(request, [as_frame(tokens)])
-        expected = (token_digest(tokens), request.n_response, request.k, wire, True)
-        if not isinstance(reply, ScoreReply) or expected != (
-            *(reply.token_digest, reply.n_rows, reply.k, reply.wire, reply.with_sampled),
-        ):
-            raise Refusal(502, "the teacher server answered with the scores of another request.")
+            reply, frames = await self._link.ask(request)
         if teacher.model_fingerprint not in ("", reply.model_fingerprint):  # the request was sent again after a restart
             raise Refusal(503, "the teacher server was restarted with another model. Fix: send the request again.")
         return reply, frames

@@ -26,7 +26,7 @@ from teacher_server.http.question import (
     rows_json,
     sequences_of,
 )
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.table import TopKTable
 
 # Other tokens than the prompt's, images, and what is generated.
 _REFUSED = (
@@ -81,7 +81,7 @@ def _read_completions(body: bytes) -> Question:
     asked = _completions.decode(body)
     wanted = [_wanted(ids, asked) for ids in sequences_of("prompt", asked.prompt)]
 
-    def write(scores: Sequence[TopKScores], name: str) -> Iterator[bytes]:
+    def write(scores: Sequence[TopKTable], name: str) -> Iterator[bytes]:
         n_tokens = sum(len(each.ids) for each in wanted)
         choice = {"text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None, "prompt_logprobs": HOLE}
         shell = {
@@ -103,7 +103,7 @@ def _read_generate(body: bytes) -> Question:
         setattr(asked.sampling_params, name, getattr(asked, name))
     (wanted,) = (_wanted(ids, asked.sampling_params) for ids in sequences_of("token_ids", [asked.token_ids]))
 
-    def write(scores: Sequence[TopKScores], _: str) -> Iterator[bytes]:
+    def write(scores: Sequence[TopKTable], _: str) -> Iterator[bytes]:
         choice = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "length"}
         request_id = asked.request_id or f"{time.time_ns():x}"
         shell = {"request_id": request_id, "choices": [choice], "prompt_logprobs": HOLE}
@@ -120,7 +120,7 @@ def _wanted(ids: np.ndarray, asked: _Sampling) -> Wanted:
     return Wanted("prompt_logprobs", ids, 1, asked.prompt_logprobs, asked.temperature or 1.0)
 
 
-def _rows(wanted: Wanted, scores: TopKScores) -> Iterator[dict[int, _Entry]]:
+def _rows(wanted: Wanted, scores: TopKTable) -> Iterator[dict[int, _Entry]]:
     """Yield id -> entry of each row, the token itself first."""
     assert scores.sampled is not None  # every request asks for it
     own, ranks = (

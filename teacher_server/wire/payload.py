@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +40,8 @@ from teacher_server.wire.protocol import (
     replies,
     token_digest,
 )
+from teacher_server.wire.table import NO_ID, TopKTable
 
-NO_ID = -1  # id of the entries that a mass target leaves out of a row; their logprob is -inf
 _MIN_FP16 = -65504.0
 # numpy has no bfloat16, so its bits are sent as uint16.
 WIRE_DTYPES: dict[RowDtype, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
@@ -57,17 +56,6 @@ class Plane(NamedTuple):
     dtype: str
     n_items: int
     is_float: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TopKScores:
-    """The K most probable ids of each position. `counts` is None without a mass target."""
-
-    ids: np.ndarray  # [R, K] int32, NO_ID past a row's count
-    logprobs: np.ndarray  # [R, K] float32, nats, descending, normalised before the cut to K; -inf past the count
-    tail: np.ndarray  # [R] float32, probability of every id that is not listed
-    counts: np.ndarray | None = None  # [R] int32, 1..K entries of each row
-    sampled: np.ndarray | None = None  # [R] float32, nats, logprob of the response token; None if it was not requested
 
 
 # Token ids
@@ -256,7 +244,7 @@ def join_planes(planes: Sequence[Plane], frames: Sequence[Buffer]) -> dict[str, 
 # Scores
 
 
-def pack_topk(scores: TopKScores, reply: ScoreReply) -> list[memoryview]:
+def pack_topk(scores: TopKTable, reply: ScoreReply) -> list[memoryview]:
     """Return the frames of a top-k reply. Raises ProtocolError on bad shapes, ids or counts."""
     ids, logprobs, tail, counts = scores.ids, scores.logprobs, scores.tail, scores.counts
     if ids.shape != (reply.n_rows, reply.k) or logprobs.shape != ids.shape or tail.shape != (reply.n_rows,):
@@ -288,7 +276,7 @@ def pack_topk(scores: TopKScores, reply: ScoreReply) -> list[memoryview]:
     return cut_planes(score_planes(reply), arrays)
 
 
-def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKScores:
+def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKTable:
     """Unpack a top-k reply. Raises ProtocolError on any damage, before allocating large arrays."""
     planes = score_planes(reply)
     check_frames(planes, frames, reply.checksums)
@@ -306,14 +294,14 @@ def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKScores:
     sampled = arrays["sampled"].astype(np.float32) if reply.with_sampled else None
     shape = (reply.n_rows, reply.k)
     if not reply.adaptive:
-        return TopKScores(ids.reshape(shape), logprobs.reshape(shape), tail, None, sampled)
+        return TopKTable(ids.reshape(shape), logprobs.reshape(shape), tail, None, sampled)
     counts = arrays["counts"].astype(np.int32) + 1
     if counts.max() > reply.k or int(counts.sum()) != reply.n_entries:
         raise ProtocolError(f"counts up to {counts.max()} with sum {counts.sum()}, expected {reply.n_entries}")
     kept = np.arange(reply.k) < counts[:, None]
     all_ids, all_logprobs = np.full(shape, NO_ID, np.int32), np.full(shape, -np.inf, np.float32)
     all_ids[kept], all_logprobs[kept] = ids, logprobs
-    return TopKScores(all_ids, all_logprobs, tail, counts, sampled)
+    return TopKTable(all_ids, all_logprobs, tail, counts, sampled)
 
 
 def pack_sampled(logprobs: np.ndarray, reply: ScoreReply) -> list[memoryview]:

@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, pads, prefix_block, request_problem
-from teacher_server.wire.payload import TopKScores, rows_per_message
+from teacher_server.wire.payload import rows_per_message
 from teacher_server.wire.protocol import (
     ID_BYTES,
     ErrorCode,
@@ -30,6 +30,7 @@ from teacher_server.wire.protocol import (
     replies,
     requests,
 )
+from teacher_server.wire.table import TopKTable
 from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived, computed_tokens, prompt_digest
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
 from teacher_server.worker.open_request import OpenRequest, OpenStream, UnitMaps, open_request
@@ -255,7 +256,7 @@ class Worker:
             self._link.send_reply(job.job_id, partial(request.reply, self._model_fingerprint, self._name, compute_s))
             return
         rows = request.scores[0]
-        assert not isinstance(rows, TopKScores | np.ndarray), "the engine returns what was requested"
+        assert not isinstance(rows, TopKTable | np.ndarray), "the engine returns what was requested"
         self._open(job, header.request_id, request.digest, rows, header.signal, request.queue_s, compute_s)
 
     def _drop(self, item: WorkItem, code: ErrorCode, text: str) -> None:

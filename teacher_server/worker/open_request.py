@@ -14,7 +14,6 @@ import numpy as np
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence, UnitMap
 from teacher_server.vision.images import EncodedImage
 from teacher_server.wire.payload import (
-    TopKScores,
     pack_rows,
     pack_sampled,
     pack_topk,
@@ -37,6 +36,7 @@ from teacher_server.wire.protocol import (
     replies,
     token_digest,
 )
+from teacher_server.wire.table import TopKTable
 from teacher_server.wire.worker_protocol import Assignment
 
 _MAX_MAPS = 16  # 600 kB each for 150k tokens
@@ -81,13 +81,13 @@ class OpenRequest:
     def reply(self, model_fingerprint: str, worker: str, compute_s: float) -> list[Buffer]:
         """Return the header and the frames of the reply with the scores of all sequences, one after the other."""
         scored = _join([self.scores[index] for index in range(len(self.scores))])
-        request, counts = self.header, scored.counts if isinstance(scored, TopKScores) else None
+        request, counts = self.header, scored.counts if isinstance(scored, TopKTable) else None
         header = ScoreReply(
             request_id=request.request_id,
             token_digest=self.digest,
             model_fingerprint=model_fingerprint,
             worker=worker,
-            signal="topk" if isinstance(scored, TopKScores) else "sampled",
+            signal="topk" if isinstance(scored, TopKTable) else "sampled",
             n_rows=request.n_rows,
             k=request.k,
             n_entries=request.n_rows * request.k if counts is None else int(counts.sum()),
@@ -98,7 +98,7 @@ class OpenRequest:
             compute_s=compute_s,
             with_sampled=request.with_sampled,
         )
-        frames = pack_topk(scored, header) if isinstance(scored, TopKScores) else pack_sampled(scored, header)
+        frames = pack_topk(scored, header) if isinstance(scored, TopKTable) else pack_sampled(scored, header)
         header.checksums = [checksum(frame) for frame in frames]
         return [replies.encode(header), *frames]
 
@@ -157,22 +157,12 @@ def open_request(
     return OpenRequest(job, header, digest, now_s, units=units), sequences
 
 
-def _join(parts: Sequence[TopKScores | np.ndarray | RowStream]) -> TopKScores | np.ndarray:
+def _join(parts: Sequence[TopKTable | np.ndarray | RowStream]) -> TopKTable | np.ndarray:
     """Join the rows of several sequences; the protocol allows no streams of them."""
-    tables = [part for part in parts if isinstance(part, TopKScores)]
-    if len(tables) == 1:
-        return tables[0]
-    if not tables:
-        return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
-    counts = [table.counts for table in tables if table.counts is not None]
-    sampled = [table.sampled for table in tables if table.sampled is not None]
-    return TopKScores(
-        np.concatenate([table.ids for table in tables]),
-        np.concatenate([table.logprobs for table in tables]),
-        np.concatenate([table.tail for table in tables]),
-        np.concatenate(counts) if counts else None,
-        np.concatenate(sampled) if sampled else None,
-    )
+    tables = [part for part in parts if isinstance(part, TopKTable)]
+    if tables:
+        return TopKTable.join(tables)
+    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
 
 
 _AT_ONCE = STREAM_WINDOW // 2  # messages per call of the engine, because small matrix products are slow

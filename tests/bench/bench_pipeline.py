@@ -44,7 +44,8 @@ from gkd.scoring.pool import RECORDS, ScoringPool
 from gkd.scoring.teacher.window import Window
 from gkd.start.pools import worker_env
 from gkd.trainer import Roles, Trainer
-from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
+from gkd.types import Prompt, Rollout, TeacherScores
+from teacher_server.wire.table import TopKTable
 from tests.bench.teacher_report import machine
 from tests.bench.timed_roles import SAVES, Clock, Meeting, Rates, Stages, TimedActorWorker, TimedRolloutWorker
 from tests.results import write_results
@@ -118,7 +119,7 @@ class ClockTeacher:
                     self._cut(time.time())
                     self._since_s = None
             if future.set_running_or_notify_cancel():
-                table = TeacherTopK(self._one.astype(np.int32), self._one, self._one[0])
+                table = TopKTable(self._one.astype(np.int32), self._one, self._one[0])
                 future.set_result([TeacherScores(table)])
 
     def _cut(self, now_s: float) -> None:

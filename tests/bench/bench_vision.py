@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from teacher_server.wire.table import TopKTable
 from tests.bench.command import parsed, parser
 from tests.bench.teacher_report import machine
 from tests.results import as_rows, write_results
@@ -63,8 +64,9 @@ def runs() -> list[dict[str, Any]]:
 
 def wire() -> dict[str, Any]:
     """Return the bytes of a request with and without an image, and of the image and its pixels."""
-    from gkd.scoring.teacher.requests import RequestSettings
+    from gkd.scoring.teacher.client import sequence_of
     from gkd.types import Rollout
+    from teacher_server.client.requests import RequestSettings
     from teacher_server.vision.images import EncodedImage
     from teacher_server.wire.protocol import requests
 
@@ -75,7 +77,7 @@ def wire() -> dict[str, Any]:
     sizes = []
     for images in ((), (image,)):
         samples = [Rollout(0, i, ids, ids[:100], np.zeros(100, np.float32), images=images, **common) for i in range(4)]
-        message = settings.for_rollouts(samples, "topk", k=64)
+        message = settings.score([sequence_of(sample) for sample in samples], "topk", k=64)
         sizes.append(len(requests.encode(message.header)) + sum(memoryview(frame).nbytes for frame in message.frames))
     return {"request": sizes[0], "with_image": sizes[1], "image": image.n_bytes, "pixels": 3 * 4 * SIDE * SIDE}
 
@@ -135,7 +137,7 @@ def pixels() -> dict[str, Any]:
     import torch
 
     from gkd.data.collate import MicroBatches
-    from gkd.types import Rollout, TeacherScores, TeacherTopK
+    from gkd.types import Rollout, TeacherScores
     from teacher_server.vision.images import EncodedImage
     from tests.dist.helpers import group_of_one
     from tests.dist.student_cases import build_student
@@ -165,7 +167,7 @@ def pixels() -> dict[str, Any]:
                     own = (image,) if name == "images" else ()
                     common: dict[str, Any] = {"version_spans": (), "on_policy": False, "finish_reason": "length"}
                     rollouts.append(Rollout(i, i, ids, response, np.zeros(32, np.float32), images=own, **common))
-                    scores.append(TeacherScores(TeacherTopK.without_tail(listed, table)))
+                    scores.append(TeacherScores(TopKTable.without_tail(listed, table)))
                 groups = [list(range(at, at + 2)) for at in range(0, N_IMAGES, 2)]
                 before = processor.waited_s, processor.busy_s
                 started = time.perf_counter()

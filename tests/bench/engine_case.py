@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from teacher_server.engines.base import Engine, ScoreParams, TokenSequence
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.table import TopKTable
 
 _PARAMS = ScoreParams("topk", k=64, wire="fp32")
 
@@ -57,7 +57,7 @@ def measure_error(engine: Engine, reference: Path, vocab: int) -> float:
     expected = np.load(reference)
     worst = 0.0
     for i, scored in enumerate(engine.score(_sequences(vocab), _PARAMS)):
-        assert isinstance(scored, TopKScores)
+        assert isinstance(scored, TopKTable)
         wanted = np.take_along_axis(expected[f"arr_{i}"], scored.ids.astype(np.int64), 1)
         worst = max(worst, float(np.abs(scored.logprobs - wanted).max()))
     return worst

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
 from gkd.data.batching import make_micro_batches
-from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import MicroBatch, Rollout, TeacherScores, VersionSpan
+from teacher_server.wire.table import TopKTable
 from tests.bench.command import in_fresh_process
 
 VOCAB, TOPK, LR = 4096, 64, 1e-4
@@ -162,7 +163,7 @@ def random_sequences(
         ids = ((first + np.arange(topk) * (vocab // topk)) % vocab).astype(np.int32)
         shares = rng.random((n_response, topk)) + 0.05
         logprobs = np.log(0.8 * shares / shares.sum(1, keepdims=True)).astype(np.float32)
-        scores.append(TeacherScores(TeacherTopK(ids, logprobs, np.full(n_response, 0.2, np.float32))))
+        scores.append(TeacherScores(TopKTable(ids, logprobs, np.full(n_response, 0.2, np.float32))))
     return rollouts, scores
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout
+from teacher_server.wire.table import TopKTable
 from tests.bench.teacher_bare import HIDDEN, N_LAYERS, VOCAB, K, make_rollouts, save_model
 from tests.bench.teacher_report import Figure, Part
 from tests.service.harness import ServerProcess, connect, score
@@ -24,8 +25,8 @@ def exactness(n_sequences: int) -> Part:
         got = {engine: _ask(engine, model, Path(folder), rollouts) for engine in ENGINES}
         exact = _reference(model, rollouts, got)
     hf, vllm = got["hf"], got["vllm"]
-    apart = max(float(np.abs(a.topk_logprobs - b.topk_logprobs).max()) for a, b in zip(hf, vllm, strict=True))
-    same_ids = np.mean([(a.topk_ids == b.topk_ids).mean() for a, b in zip(hf, vllm, strict=True)])
+    apart = max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(hf, vllm, strict=True))
+    same_ids = np.mean([(a.ids == b.ids).mean() for a, b in zip(hf, vllm, strict=True)])
     figures = [
         figure
         for engine, (logprobs, tail) in exact.items()
@@ -59,7 +60,7 @@ def exactness(n_sequences: int) -> Part:
     )
 
 
-def _ask(engine: str, model: Path, folder: Path, rollouts: list[Rollout]) -> list[TeacherTopK]:
+def _ask(engine: str, model: Path, folder: Path, rollouts: list[Rollout]) -> list[TopKTable]:
     """In the order of `rollouts`."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess(model, folder, options=("--engine", engine, "--dtype", "float32")))
@@ -68,9 +69,7 @@ def _ask(engine: str, model: Path, folder: Path, rollouts: list[Rollout]) -> lis
     return [scores[index] for index in range(len(rollouts))]
 
 
-def _reference(
-    model: Path, rollouts: list[Rollout], got: dict[str, list[TeacherTopK]]
-) -> dict[str, tuple[float, float]]:
+def _reference(model: Path, rollouts: list[Rollout], got: dict[str, list[TopKTable]]) -> dict[str, tuple[float, float]]:
     """{engine: (largest |difference| of a logprob, of the tail)}"""
     import torch
     from transformers import AutoModelForCausalLM
@@ -86,9 +85,9 @@ def _reference(
         largest = -np.sort(np.partition(-rows, K - 1, axis=1)[:, :K], axis=1)
         for engine, scores in got.items():
             one = scores[index]
-            listed = np.take_along_axis(rows, one.topk_ids.astype(np.int64), 1)
+            listed = np.take_along_axis(rows, one.ids.astype(np.int64), 1)
             # At its ids the values may be right and the ids not the largest; so the k-th value must be the k-th, too.
-            off = max(float(np.abs(one.topk_logprobs - wanted).max()) for wanted in (listed, largest))
-            tail = float(np.abs(one.tail_mass - (1 - np.exp(listed.astype(np.float64)).sum(1))).max())
+            off = max(float(np.abs(one.logprobs - wanted).max()) for wanted in (listed, largest))
+            tail = float(np.abs(one.tail - (1 - np.exp(listed.astype(np.float64)).sum(1))).max())
             worst[engine] = max(worst[engine][0], off), max(worst[engine][1], tail)
     return worst

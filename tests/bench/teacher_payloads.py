@@ -6,8 +6,9 @@ import os
 
 import numpy as np
 
-from teacher_server.wire.payload import TopKScores, pack_topk
+from teacher_server.wire.payload import pack_topk
 from teacher_server.wire.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, checksum, replies
+from teacher_server.wire.table import TopKTable
 
 
 def make_topk_request(tokens: np.ndarray, n_prompt: int, k: int, *, n_vocab: int = 0) -> ScoreRequest:
@@ -43,7 +44,7 @@ def make_topk_head(n_rows: int, k: int) -> ScoreReply:
     )
 
 
-def pack(head: ScoreReply, scores: TopKScores) -> list[bytes | memoryview]:
+def pack(head: ScoreReply, scores: TopKTable) -> list[bytes | memoryview]:
     """Return [header, planes], with the checksums in the header: what a worker does after its engine."""
     frames = pack_topk(scores, head)
     head.checksums = [checksum(frame) for frame in frames]

@@ -17,8 +17,9 @@ from gkd.cluster.calls import gather
 from gkd.config.load import load_config
 from gkd.data.chunks import chunk_sizes
 from gkd.memory.states import KINDS
-from gkd.types import ScoredChunk, TeacherScores, TeacherTopK
+from gkd.types import ScoredChunk, TeacherScores
 from gkd.weight_sync.buckets import plan_buckets
+from teacher_server.wire.table import TopKTable
 from tests.bench.student_case import sequences
 from tests.device import kind
 from tests.dist.helpers import destroy_groups
@@ -97,6 +98,6 @@ def batch() -> list[ScoredChunk]:
 def _descending(scores: TeacherScores) -> TeacherScores:
     """Return the scores with the top-k sorted, as a teacher lists them."""
     assert scores.topk is not None
-    order = np.argsort(-scores.topk.topk_logprobs, axis=1)
-    ids, logprobs = (np.take_along_axis(t, order, 1) for t in (scores.topk.topk_ids, scores.topk.topk_logprobs))
-    return TeacherScores(TeacherTopK(ids, logprobs, scores.topk.tail_mass))
+    order = np.argsort(-scores.topk.logprobs, axis=1)
+    ids, logprobs = (np.take_along_axis(t, order, 1) for t in (scores.topk.ids, scores.topk.logprobs))
+    return TeacherScores(TopKTable(ids, logprobs, scores.topk.tail))

@@ -278,9 +278,9 @@ def test_local_scores_reach_their_sequences(host_actor: Actor, endpoints: list[A
     (scored,) = scoring.collect([scoring.submit(sizes)])
     scores = [score for i in indices for score in expected[i]]
     for found, wanted, rollout in zip(ray.get(scored.ref), scores, joined, strict=True):
-        assert found.topk.topk_ids.shape == (len(rollout.response_ids), 4)
-        np.testing.assert_allclose(found.topk.topk_logprobs, wanted.topk.topk_logprobs, atol=1e-5)
-    one, two = (score.topk.topk_logprobs for score in scores[:2])
+        assert found.topk.ids.shape == (len(rollout.response_ids), 4)
+        np.testing.assert_allclose(found.topk.logprobs, wanted.topk.logprobs, atol=1e-5)
+    one, two = (score.topk.logprobs for score in scores[:2])
     assert np.abs(one - two).max() > 1e-3, "sequences must have different scores for this test to be meaningful"
     assert scored.teacher_mass is not None and 0 < scored.teacher_mass <= sum(len(r.response_ids) for r in joined)
 

@@ -14,7 +14,8 @@ from gkd.actor.common.agree import same_error
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError, TeacherRefusal
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import Rollout, TeacherScores, VersionSpan
+from teacher_server.wire.table import TopKTable
 from tests.device import rank_device
 from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
@@ -35,7 +36,7 @@ def _sequences(step: int) -> Share:
         rollouts.append(Rollout(i, i, tokens[:3], tokens[3:], logprobs[0], (VersionSpan(0, n, 0),), "stop"))
         ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n)]).astype(np.int32)
         probs = -np.sort(-rng.dirichlet(np.ones(TOP_K), n)) * 0.7
-        topk = TeacherTopK(ids, np.log(probs).astype(np.float32), np.full(n, 0.3, np.float32))
+        topk = TopKTable(ids, np.log(probs).astype(np.float32), np.full(n, 0.3, np.float32))
         scores.append(TeacherScores(topk, logprobs[1]))
     return rollouts, scores
 
@@ -63,7 +64,7 @@ def _with_nan(share: Share, table: str) -> Share:
     nan = np.float32(np.nan)
     bad = replace(scores[1], sampled_logprobs=sampled * nan)
     if table == "topk":
-        bad = replace(scores[1], topk=replace(topk, topk_logprobs=topk.topk_logprobs * nan))
+        bad = replace(scores[1], topk=replace(topk, logprobs=topk.logprobs * nan))
     return rollouts, [scores[0], bad, *scores[2:]]
 
 
@@ -129,8 +130,9 @@ def _every_type(rank: int) -> dict[str, tuple[str, str]]:
 
 
 def _subclasses(kind: type[GkdError]) -> list[type[GkdError]]:
-    """Return the subclasses in `gkd.errors`."""
-    direct = [k for k in kind.__subclasses__() if k.__module__ == GkdError.__module__]
+    """Return the subclasses in `gkd.errors` and `teacher_server.errors`."""
+    modules = (ConfigError.__module__, GkdError.__module__)
+    direct = [k for k in kind.__subclasses__() if k.__module__ in modules]
     return direct + [k for child in direct for k in _subclasses(child)]
 
 

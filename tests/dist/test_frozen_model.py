@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from gkd.types import Rollout
 from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.table import TopKTable
 from tests.dist.frozen_cases import (
     CUT,
     EMA,
@@ -86,7 +86,7 @@ def engine_scores(
     ]
 
     def whole(scored: Any) -> Any:
-        if isinstance(scored, TopKScores | np.ndarray):
+        if isinstance(scored, TopKTable | np.ndarray):
             return scored
         return np.concatenate([rows for _, _, rows in stream_rows(scored, 1000)])
 
@@ -95,7 +95,7 @@ def engine_scores(
 
 def difference(one: Any, two: Any) -> float:
     """Return the largest difference of two tables; infinite if they are of different kinds."""
-    if isinstance(one, TopKScores):
+    if isinstance(one, TopKTable):
         counts = [s.counts if s.counts is not None else np.full(len(s.ids), s.ids.shape[1]) for s in (one, two)]
         listed = np.arange(one.ids.shape[1]) < np.minimum(*counts)[:, None]
         by_value = np.where(listed, np.abs(one.logprobs - two.logprobs, where=listed), 0.0)
@@ -338,7 +338,7 @@ class TestLocalTeacher:
                 for j, index in enumerate(indices):
                     at = index if number == 0 else index + len(topk) - 3
                     both = scores["both"][number][j]
-                    table = TopKScores(both.topk.topk_ids, both.topk.topk_logprobs, both.topk.tail_mass)
+                    table = TopKTable(both.topk.ids, both.topk.logprobs, both.topk.tail)
                     assert difference(table, topk[at]) <= TOLERANCE
                     assert difference(both.sampled_logprobs, sampled[at]) <= TOLERANCE
                     assert difference(scores["logits"][number][j].logits, logits[at]) <= TOLERANCE

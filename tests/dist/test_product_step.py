@@ -125,8 +125,8 @@ def _reference(folder: Path) -> dict[str, Any]:
         own = range(len(rollout.response_ids)) if rollout.own is None else rollout.own.nonzero()[0].tolist()
         for row, j in enumerate(own):
             q = logits[len(rollout.prompt_ids) + j - 1].softmax(-1)  # the row that predicts response token j
-            q = q[torch.from_numpy(score.topk_ids[row]).long()]
-            p = torch.from_numpy(score.topk_logprobs[row]).double().exp()
+            q = q[torch.from_numpy(score.ids[row]).long()]
+            p = torch.from_numpy(score.logprobs[row]).double().exp()
             total = total + (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
             n_tokens += 1
     loss = total / n_tokens

@@ -23,7 +23,8 @@ from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.collate import route_counts, sequence_weights
 from gkd.data.scatter import even_groups
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import Rollout, TeacherScores, VersionSpan
+from teacher_server.wire.table import TopKTable
 from tests.device import host, rank_device
 from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_ranks
@@ -82,7 +83,7 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
         ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n_response)]).astype(np.int32)
         weights = rng.random((n_response, TOP_K)) + 0.05
         probs = rng.uniform(0.3, 0.9, (n_response, 1)) * weights / weights.sum(1, keepdims=True)
-        topk = TeacherTopK(ids, np.log(probs).astype(np.float32), (1 - probs.sum(1)).astype(np.float32))
+        topk = TopKTable(ids, np.log(probs).astype(np.float32), (1 - probs.sum(1)).astype(np.float32))
         scores.append(TeacherScores(topk, rng.uniform(-8.0, -6.0, n_response).astype(np.float32)))
     return rollouts, scores
 

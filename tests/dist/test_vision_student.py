@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.vision.images import EncodedImage
 from teacher_server.vision.processor import ImageProcessor
+from teacher_server.wire.table import TopKTable
 from tests.dist.helpers import Measured, run_ranks
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
 from tests.dist.student_cases import as_numpy, build_student, weights
@@ -53,7 +54,7 @@ def make_sequences(folder: Path) -> list[list[tuple[Rollout, TeacherScores]]]:
             response = rng.integers(1, 200, 4 + i).astype(np.int32)
             table = np.sort(rng.dirichlet(np.ones(K + 1), len(response)).astype(np.float32)[:, :K])[:, ::-1]
             listed = np.stack([rng.permutation(200)[:K] for _ in response]).astype(np.int32)
-            topk = TeacherTopK.without_tail(listed, np.log(table).astype(np.float32))
+            topk = TopKTable.without_tail(listed, np.log(table).astype(np.float32))
             common = {"rollout_logprobs": np.zeros(len(response), np.float32), "version_spans": (), "on_policy": False}
             rollout = Rollout(i, i, ids, response, finish_reason="length", images=own, **common)
             made.append((rollout, TeacherScores(topk)))

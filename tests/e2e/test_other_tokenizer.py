@@ -186,10 +186,10 @@ def test_an_http_teacher_scores_the_same_tokens(writers: Lab, writer_port: int) 
         assert one.topk is not None and other.topk is not None and one.sampled_logprobs is not None
         assert one.response_ids is not None and other.response_ids is not None and other.sampled_logprobs is not None
         assert one.response_ids.tolist() == other.response_ids.tolist()
-        np.testing.assert_array_equal(one.topk.topk_ids, other.topk.topk_ids)
-        np.testing.assert_allclose(one.topk.topk_logprobs, other.topk.topk_logprobs, atol=1e-5)
+        np.testing.assert_array_equal(one.topk.ids, other.topk.ids)
+        np.testing.assert_allclose(one.topk.logprobs, other.topk.logprobs, atol=1e-5)
         np.testing.assert_allclose(one.sampled_logprobs, other.sampled_logprobs, atol=1e-5)
-        lengths.append(len(one.topk.topk_ids))
+        lengths.append(len(one.topk.ids))
     assert min(lengths[:-1]) > 2 and lengths[-1] == 0
 
 

@@ -112,13 +112,13 @@ def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, a
         rollouts, scores = read_sequences(file)
         assert scores is not None
         for rollout, score in zip(rollouts, scores, strict=True):
-            assert score.topk is not None and len(score.topk.topk_ids) == rollout.n_own
+            assert score.topk is not None and len(score.topk.ids) == rollout.n_own
             own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
             ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()[None]
             at = torch.from_numpy(len(rollout.prompt_ids) - 1 + np.flatnonzero(own))
             with torch.no_grad():
                 log_p, log_q = (model(ids).logits[0, at].log_softmax(-1) for model in (teacher, student))
-            listed = torch.from_numpy(score.topk.topk_ids).long()
+            listed = torch.from_numpy(score.topk.ids).long()
             p, q = log_p.gather(1, listed).exp(), log_q.gather(1, listed).exp()
             tail_p, tail_q = 1 - p.sum(1), 1 - q.sum(1)
             total += float((p * (p / q).log()).sum() + (tail_p * (tail_p / tail_q).log()).sum())

@@ -143,8 +143,8 @@ def recompute(folder: Folder, run_dir: Path, options: tuple[str, ...]) -> tuple[
         if scores.topk is not None:
             with torch.no_grad():
                 own = logits_of(teacher, processor, rollout).log_softmax(-1)
-            listed = own.gather(1, torch.from_numpy(scores.topk.topk_ids.astype(np.int64)))
-            errors[1] = max(errors[1], float((listed - torch.from_numpy(scores.topk.topk_logprobs)).abs().max()))
+            listed = own.gather(1, torch.from_numpy(scores.topk.ids.astype(np.int64)))
+            errors[1] = max(errors[1], float((listed - torch.from_numpy(scores.topk.logprobs)).abs().max()))
 
     settings: dict[str, Any] = {"frozen": TRAINED not in options, "weight_decay": 0.01, "clip": 1.0, "see": see}
     if REFERENCE in options:

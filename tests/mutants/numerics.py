@@ -181,8 +181,8 @@ MUTANTS = (
     Mutant(
         "widened_table_has_probability_1",
         "gkd",
-        "_pad_columns(t.topk_logprobs, width, -np.inf)",
-        "_pad_columns(t.topk_logprobs, width, 0.0)",
+        "_pad_columns(t.logprobs, width, -np.inf)",
+        "_pad_columns(t.logprobs, width, 0.0)",
         ("test_batching.py",),
     ),
     Mutant(
@@ -195,16 +195,16 @@ MUTANTS = (
     # Checks of a teacher's scores.
     Mutant(
         "reply_about_other_tokens",
-        "gkd",
-        "if reply.token_digest != self._digest:",
+        "teacher_server",
+        "if reply.token_digest != self._message.digest:",
         "if not reply.token_digest:",
         ("test_client.py::test_swapped_replies_are_refused",),
     ),
     Mutant(
         "token_id_twice_in_a_row",
-        "gkd",
-        "ordered[:, 1:] == ordered[:, :-1]",
-        "ordered[:, 1:] < ordered[:, :-1]",
+        "teacher_server",
+        "rows.refuse(ordered[:, 1:] == ordered[:, :-1],",
+        "rows.refuse(ordered[:, 1:] < ordered[:, :-1],",
         ("test_validate_topk.py",),
     ),
     Mutant(

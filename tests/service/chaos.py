@@ -34,9 +34,10 @@ import zmq
 
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.client import ZmqTeacher
-from gkd.types import Rollout, TeacherScores, TeacherTopK
-from teacher_server.cli.admin_link import AdminLink
+from gkd.types import Rollout, TeacherScores
+from teacher_server.client.admin import AdminLink
 from teacher_server.wire.protocol import MAX_FRAME_BYTES
+from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until
 from tests.results import write_results
 from tests.service.faulty_worker import KINDS
@@ -89,16 +90,16 @@ class CheckingClient(threading.Thread):
             self.failures.append(str(error))
         self._free.release()
 
-    def _is_right(self, rollout: Rollout, got: TeacherTopK) -> bool:
+    def _is_right(self, rollout: Rollout, got: TopKTable) -> bool:
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
         expected = trivial_topk(tokens, len(rollout.prompt_ids), _K, _VOCAB)
         logprobs = expected.logprobs
         if self._wire == "fp16":
             logprobs = logprobs.astype(np.float16).astype(np.float32)
         return (
-            np.array_equal(got.topk_ids, expected.ids)
-            and np.array_equal(got.topk_logprobs, logprobs)
-            and np.array_equal(got.tail_mass, expected.tail)
+            np.array_equal(got.ids, expected.ids)
+            and np.array_equal(got.logprobs, logprobs)
+            and np.array_equal(got.tail, expected.tail)
         )
 
     def finish(self) -> None:

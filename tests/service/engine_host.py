@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from teacher_server.engines import base, signals
 from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, request_problem, stream_rows
 from teacher_server.engines.load import EngineSettings, load_engine
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.table import TopKTable
 from tests.device import kind, on_cuda, patience
 from tests.engine_process import EngineProcess
 from tests.random_models import save_random
@@ -76,10 +76,10 @@ def masked(batch: Sequence[TokenSequence], masks: Sequence[np.ndarray]) -> list[
 
 def own_rows(scored: Any, mask: np.ndarray) -> Any:
     """Return these rows of a sequence's scores."""
-    if not isinstance(scored, TopKScores):
+    if not isinstance(scored, TopKTable):
         return scored[mask]
     tables = (scored.ids, scored.logprobs, scored.tail, scored.counts, scored.sampled)
-    return TopKScores(*(None if table is None else table[mask] for table in tables))  # type: ignore[arg-type]
+    return TopKTable(*(None if table is None else table[mask] for table in tables))  # type: ignore[arg-type]
 
 
 def plain_logits(model: Path, batch: Sequence[TokenSequence]) -> list[np.ndarray]:
@@ -115,7 +115,7 @@ def facts(engine: Engine) -> dict[str, Any]:
 
 def score(
     engine: Engine, batch: list[TokenSequence], params: ScoreParams, step: int = 1000, chunk_bytes: int = 0
-) -> list[TopKScores | np.ndarray]:
+) -> list[TopKTable | np.ndarray]:
     """Run `Engine.score`, and read its streams in chunks of `step` rows."""
     usual = dict(signals.CHUNK_BYTES)
     if chunk_bytes:
@@ -123,7 +123,7 @@ def score(
     try:
         return [
             scored
-            if isinstance(scored, TopKScores | np.ndarray)
+            if isinstance(scored, TopKTable | np.ndarray)
             else np.concatenate([rows for _, _, rows in stream_rows(scored, step)])
             for scored in engine.score(batch, params)
         ]
@@ -196,7 +196,7 @@ def prefix_block(engine: Engine) -> int:
 
 def score_counted(
     engine: Any, batch: list[TokenSequence], params: ScoreParams
-) -> tuple[list[TopKScores | np.ndarray], int]:
+) -> tuple[list[TopKTable | np.ndarray], int]:
     """Return the scores, and the tokens that the model's forward passes computed for them, padding included."""
     with counted(engine) as passes:
         scores = score(engine, batch, params)

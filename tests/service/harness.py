@@ -18,7 +18,8 @@ import numpy as np
 
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.scoring.teacher.client import ZmqTeacher
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import Rollout, TeacherScores, VersionSpan
+from teacher_server.wire.table import TopKTable
 from tests.device import patience
 from tests.processes import is_alive, wait_until
 from tests.random_models import save_random
@@ -75,14 +76,14 @@ def submit(teacher: ZmqTeacher, rollout: Rollout, *, mass: float = 0.0) -> Futur
     return teacher.submit([rollout], ("topk",), mass=mass)
 
 
-def table_of(scores: list[TeacherScores]) -> TeacherTopK:
+def table_of(scores: list[TeacherScores]) -> TopKTable:
     """Return the top-k scores of a request of one sequence."""
     (only,) = scores
     assert only.topk is not None
     return only.topk
 
 
-def score(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TeacherTopK]]:
+def score(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TopKTable]]:
     """Yield (index, top-k scores) of each sequence when it is scored; closing the iterator cancels the others."""
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     futures: list[Future[list[TeacherScores]]] = []

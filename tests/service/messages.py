@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from teacher_server.wire.payload import TopKScores, pack_topk
+from teacher_server.wire.payload import pack_topk
 from teacher_server.wire.protocol import (
     ID_BYTES,
     ScoreReply,
@@ -18,6 +18,7 @@ from teacher_server.wire.protocol import (
     token_digest,
 )
 from teacher_server.wire.status import ServerStatus
+from teacher_server.wire.table import TopKTable
 from teacher_server.wire.worker_protocol import WorkerHello
 
 V, H = 50, 8  # of the model that `make_hello` announces
@@ -86,7 +87,7 @@ def make_request(tokens: np.ndarray | None = None, **changes: Any) -> ScoreReque
     return ScoreRequest(**fields)
 
 
-def make_scores(n_rows: int, k: int, *, max_id: int = V - 1, mass: bool = False, seed: int = 0) -> TopKScores:
+def make_scores(n_rows: int, k: int, *, max_id: int = V - 1, mass: bool = False, seed: int = 0) -> TopKTable:
     """Return random scores whose rows are distributions: distinct ids, descending, listed mass + tail = 1."""
     rng = np.random.default_rng(seed)
     # Ids of a row are distinct: a random start, then equal steps that stay below the largest id.
@@ -100,11 +101,11 @@ def make_scores(n_rows: int, k: int, *, max_id: int = V - 1, mass: bool = False,
         kept = np.arange(k) < counts[:, None]
         ids[~kept], listed[~kept] = -1, -np.inf
     tail = 1 - np.exp(listed.astype(np.float64)).sum(1)
-    return TopKScores(ids, listed, np.maximum(tail, 0).astype(np.float32), counts)
+    return TopKTable(ids, listed, np.maximum(tail, 0).astype(np.float32), counts)
 
 
 def make_reply(
-    request: ScoreRequest, tokens: np.ndarray, scores: TopKScores | None = None, **changes: Any
+    request: ScoreRequest, tokens: np.ndarray, scores: TopKTable | None = None, **changes: Any
 ) -> tuple[ScoreReply, list[memoryview]]:
     """Return (header, frames) of a valid reply to a `topk` request from the worker of `make_hello`."""
     if scores is None:

@@ -15,7 +15,7 @@ import zmq
 
 from gkd.scoring.teacher.client import ZmqTeacher
 from teacher_server.wire.keys import Authenticator, ServerKeys, secure_server
-from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
+from teacher_server.wire.payload import pack_sampled, pack_topk, unpack_tokens
 from teacher_server.wire.protocol import (
     Buffer,
     ClientMessage,
@@ -32,6 +32,7 @@ from teacher_server.wire.protocol import (
     requests,
     token_digest,
 )
+from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until
 from tests.service.harness import connect, random_rollouts, score
 
@@ -87,7 +88,7 @@ def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Me
         fields["with_sampled"] = request.with_sampled
         reply = ScoreReply(**fields)
         sampled = -response.astype(np.float32) if request.with_sampled else None
-        frames = pack_topk(TopKScores(ids, logprobs, (0.5**last).astype(np.float32), counts, sampled), reply)
+        frames = pack_topk(TopKTable(ids, logprobs, (0.5**last).astype(np.float32), counts, sampled), reply)
     fields |= {"checksums": [checksum(frame) for frame in frames]}
     return [replies.encode(ScoreReply(**(fields | changes))), *frames]
 
@@ -228,7 +229,7 @@ def run(script: Script, n: int = 12, *, response: tuple[int, int] = (1, 40), **o
     with ScriptedServer(script) as server, client(server, **options) as teacher:
         order = []
         for index, scores in score(teacher, rollouts):
-            np.testing.assert_array_equal(scores.topk_ids[:, 0], rollouts[index].response_ids)
+            np.testing.assert_array_equal(scores.ids[:, 0], rollouts[index].response_ids)
             order.append(index)
         return order, teacher.stats
 

@@ -233,9 +233,9 @@ def test_a_mass_target_gives_counts(wire: Any) -> None:
     np.testing.assert_array_equal(scores.counts, np.arange(20) % K + 1)
     for row in range(20):
         n = scores.counts[row]
-        np.testing.assert_array_equal(scores.topk_ids[row, :n], (rollout.response_ids[row] + np.arange(n)) % N_VOCAB)
-        assert (scores.topk_ids[row, n:] == -1).all() and (scores.topk_logprobs[row, n:] == -np.inf).all()
-        assert scores.tail_mass[row] == pytest.approx(0.5**n, rel=1e-3)
+        np.testing.assert_array_equal(scores.ids[row, :n], (rollout.response_ids[row] + np.arange(n)) % N_VOCAB)
+        assert (scores.ids[row, n:] == -1).all() and (scores.logprobs[row, n:] == -np.inf).all()
+        assert scores.tail[row] == pytest.approx(0.5**n, rel=1e-3)
 
 
 def test_a_missed_mass_target_is_an_error() -> None:

@@ -35,7 +35,7 @@ def test_many_threads_use_one_client() -> None:
         problems.extend(
             f"{part}: {index}"
             for index, rollout in enumerate(mine)
-            if not np.array_equal(got[index].topk_ids[:, 0], rollout.response_ids)
+            if not np.array_equal(got[index].ids[:, 0], rollout.response_ids)
         )
 
     with ScriptedServer(always_valid) as server, client(server, n_in_flight=16) as teacher:

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherUnavailable
-from gkd.scoring.teacher.link import server_command
-from gkd.scoring.teacher.outage import merged
+from gkd.scoring.teacher.client import server_command
 from gkd.types import TeacherHealth
 from teacher_server.cli.keygen import make_keys
 from teacher_server.wire.keys import load_server_keys
@@ -70,7 +69,8 @@ def test_the_client_counts_the_silence_of_the_server() -> None:
         wait_until(lambda: teacher.health().silent_s < 1.0, 30.0, "the end of the silence")
         assert not any(future.done() for future in futures)
         other = TeacherHealth(9.0, 60.0, 4, 0, 7)
-        assert merged([health, other]) == TeacherHealth(9.0, 60.0, 7, 1, 0) and merged([]) is None
+        assert TeacherHealth.merged([health, other]) == TeacherHealth(9.0, 60.0, 7, 1, 0)
+        assert TeacherHealth.merged([]) is None
 
 
 def test_the_client_can_be_used_after_an_outage() -> None:

@@ -100,10 +100,10 @@ def check_topk(scores: Sequence[TeacherScores], references: list[np.ndarray], ma
         for row, full in enumerate(reference):
             n = 8 if score.topk.counts is None else int(score.topk.counts[row])
             largest = -np.sort(-full)[:8]
-            ids = score.topk.topk_ids[row, :n]
-            np.testing.assert_allclose(score.topk.topk_logprobs[row, :n], full[ids], atol=1e-4)
+            ids = score.topk.ids[row, :n]
+            np.testing.assert_allclose(score.topk.logprobs[row, :n], full[ids], atol=1e-4)
             np.testing.assert_allclose(full[ids], largest[:n], atol=1e-4)
-            np.testing.assert_allclose(score.topk.tail_mass[row], 1 - np.exp(full[ids]).sum(), atol=1e-4)
+            np.testing.assert_allclose(score.topk.tail[row], 1 - np.exp(full[ids]).sum(), atol=1e-4)
             if mass:
                 assert n == 8 or np.exp(largest[:n]).sum() >= mass - 1e-4, "the list is too short for its mass"
                 assert np.exp(largest[: n - 1]).sum() < mass + 1e-4, "the list is longer than needed for its mass"
@@ -168,16 +168,16 @@ def test_the_list_contains_the_students_ids(
     expected = references_of(tiny_model, [rollout.for_teacher() for rollout in given])
     check_sampled(scores, given, expected)
     for rollout, score, reference in zip(given, scores, expected, strict=True):
-        assert score.topk is not None and score.topk.topk_ids.shape == (len(reference), 8)
+        assert score.topk is not None and score.topk.ids.shape == (len(reference), 8)
         for row, full in enumerate(reference):
             own = set() if rollout.top_ids is None else set(rollout.top_ids[row].tolist())
-            ids = score.topk.topk_ids[row]
+            ids = score.topk.ids[row]
             others = sorted(set(ids.tolist()) - own, key=lambda i: -full[i])
             best = -np.sort(-np.delete(full, list(own)))[: 8 - len(own)]
             assert own <= set(ids.tolist()) and len(others) == 8 - len(own)
             np.testing.assert_allclose(full[others], best, atol=1e-4)
-            np.testing.assert_allclose(score.topk.topk_logprobs[row], full[ids], atol=1e-4)
-            np.testing.assert_allclose(score.topk.tail_mass[row], 1 - np.exp(full[ids]).sum(), atol=1e-4)
+            np.testing.assert_allclose(score.topk.logprobs[row], full[ids], atol=1e-4)
+            np.testing.assert_allclose(score.topk.tail[row], 1 - np.exp(full[ids]).sum(), atol=1e-4)
 
 
 @pytest.mark.parametrize("top_ids", [None, np.zeros((1, 3), np.int32)], ids=["none", "too few"])
@@ -200,7 +200,7 @@ def test_topk_with_a_mass_target(
     scores, summary = scored(tiny_server.port, rollouts, ("topk",), "teacher.mass=0.6")
     lengths = check_topk(scores, references, mass=0.6)
     assert 1 <= min(lengths) < max(lengths) <= 8
-    listed = sum(float((1 - s.topk.tail_mass).mean()) for s in scores if s.topk is not None)
+    listed = sum(float((1 - s.topk.tail).mean()) for s in scores if s.topk is not None)
     assert summary.masses.sum() == pytest.approx(listed, rel=1e-3)
 
 
@@ -288,7 +288,7 @@ def test_a_chunk_stays_within_the_window() -> None:
         got = scores.result(timeout=30)[0]
         assert n_sent_at_once == [6, 6] and len(server.identities) == 1
     for rollout, score in zip(rollouts, got, strict=True):
-        assert score.topk is not None and np.array_equal(score.topk.topk_ids[:, 0], rollout.response_ids)
+        assert score.topk is not None and np.array_equal(score.topk.ids[:, 0], rollout.response_ids)
 
 
 def test_the_first_error_ends_a_chunk_of_logits() -> None:
@@ -348,5 +348,5 @@ def table_bytes(score: TeacherScores) -> bytes:
     """Return all values of a sequence's tables."""
     found = [score.sampled_logprobs, score.logits, score.hidden]
     if score.topk is not None:
-        found += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass]
+        found += [score.topk.ids, score.topk.logprobs, score.topk.tail]
     return b"".join(table.tobytes() for table in found if table is not None)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from teacher_server.engines.base import ScoreParams, TokenSequence, UnitMap
 from teacher_server.engines.load import load_engine
 from teacher_server.errors import ServerError
-from teacher_server.wire.payload import NO_ID, TopKScores
+from teacher_server.wire.table import NO_ID, TopKTable
 from tests.device import on_cuda
 from tests.service.engine_host import (
     MAX_TOKENS,
@@ -78,7 +78,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
     return request.getfixturevalue(request.param)
 
 
-def check_topk(scores: list[TopKScores], plain: list[np.ndarray], params: ScoreParams) -> float:
+def check_topk(scores: list[TopKTable], plain: list[np.ndarray], params: ScoreParams) -> float:
     """Check that ids are distinct, and return the largest |difference| of logprobs and tails to the expected ones."""
     worst = 0.0
     for scored, logits in zip(scores, plain, strict=True):
@@ -247,7 +247,7 @@ def test_rows_of_own_tokens_are_those_of_the_whole_response(ask: Ask, name: str)
     for sequence, scored, reference in zip(asked, own, full, strict=True):
         expected = reference if sequence.own is None else own_rows(reference, sequence.own)
         pairs = [(scored, expected)]
-        if isinstance(scored, TopKScores):
+        if isinstance(scored, TopKTable):
             pairs = [(getattr(scored, f.name), getattr(expected, f.name)) for f in fields(scored)]
         for got, rows in pairs:
             assert (got is None) == (rows is None)
@@ -271,7 +271,7 @@ def test_the_chunk_size_has_no_effect(ask: Ask) -> None:
     for params in (ScoreParams("topk", k=8), ScoreParams("sampled")):
         one, many = ask("score", BATCH, params, chunk_bytes=1), ask("score", BATCH, params)
         for a, b in zip(one, many, strict=True):
-            if isinstance(a, TopKScores):
+            if isinstance(a, TopKTable):
                 assert (a.ids == b.ids).mean() > 0.99  # except ties in the last bits
                 a, b = a.logprobs, b.logprobs
             np.testing.assert_allclose(a, b, atol=SAME)

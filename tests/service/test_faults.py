@@ -58,7 +58,7 @@ def test_a_full_queue_only_delays(tmp_path: Path) -> None:
         wait_until(lambda: teacher.stats.n_busy > 0, 20.0, "a full queue")
         os.kill(server.worker_pids[0], signal.SIGCONT)
         for rollout, future in zip(rollouts, futures, strict=True):
-            assert len(table_of(future.result(timeout=60)).topk_ids) == len(rollout.response_ids)
+            assert len(table_of(future.result(timeout=60)).ids) == len(rollout.response_ids)
 
 
 def test_pending_requests_are_sent_again_to_a_restarted_server(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_pending_requests_are_sent_again_to_a_restarted_server(tmp_path: Path) -
         wait_until(lambda: not any(is_alive(pid) for pid in server.worker_pids), 30.0, "exit of the workers")
     with teacher, ServerProcess(model, tmp_path, port=server.port, options=TRIVIAL):
         for rollout, future in zip(rollouts, futures, strict=True):
-            assert len(table_of(future.result(timeout=60)).topk_ids) == len(rollout.response_ids)
+            assert len(table_of(future.result(timeout=60)).ids) == len(rollout.response_ids)
     assert teacher.stats.n_server_restarts == 1 and teacher.stats.n_resent > 0
 
 

@@ -63,8 +63,8 @@ def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
         expected = trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, given=rollout.top_ids)
         assert result.topk is not None
         for got in (result.topk, table):
-            np.testing.assert_array_equal(got.topk_ids, expected.ids)
-            np.testing.assert_allclose(got.topk_logprobs, expected.logprobs, rtol=1e-3)
+            np.testing.assert_array_equal(got.ids, expected.ids)
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-3)
         np.testing.assert_array_equal(result.sampled_logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
 
 

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from gkd.types import Rollout
 from teacher_server.__main__ import main
 from teacher_server.http.app import MAX_BODY, MEDIA_TYPE
-from teacher_server.wire.payload import TopKScores, read_messages, unpack_topk
+from teacher_server.wire.payload import read_messages, unpack_topk
+from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until
 from tests.service.commands import address, run
 from tests.service.conftest import TINY_VOCAB
@@ -74,8 +75,8 @@ def test_trl_s_client_gets_the_teacher_s_scores(
         direct = [teacher.submit([each], ("topk", "sampled")).result()[0] for each in rollouts]
     for each, ours, scores in zip(rollouts, found, direct, strict=True):
         assert scores.topk is not None
-        assert np.array_equal(ours["ids"], scores.topk.topk_ids)
-        assert np.abs(ours["logprobs"] - scores.topk.topk_logprobs).max() <= CLOSE
+        assert np.array_equal(ours["ids"], scores.topk.ids)
+        assert np.abs(ours["logprobs"] - scores.topk.logprobs).max() <= CLOSE
         assert np.abs(ours["actual"] - scores.sampled_logprobs).max() <= CLOSE
         rows = reference(tiny_model, tokens_of(each), temperature)[len(each.prompt_ids) - 1 :]
         assert np.abs(ours["logprobs"] - np.take_along_axis(rows, ours["ids"], 1)).max() <= CLOSE
@@ -135,10 +136,10 @@ def test_slime_s_reward_function_gets_the_response_s_logprobs(
         assert np.abs(best + np.sort(-rows, 1)[1 : length - 1, :3]).max() <= CLOSE
 
 
-def json_rows(answer: Any, ids: Sequence[int], k: int) -> TopKScores:
+def json_rows(answer: Any, ids: Sequence[int], k: int) -> TopKTable:
     rows = [sorted(row.items(), key=lambda item: item[1]["rank"])[:k] for row in answer["prompt_logprobs"][1:]]
     own = [row[str(i)]["logprob"] for i, row in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)]
-    return TopKScores(
+    return TopKTable(
         np.array([[int(token) for token, _ in row] for row in rows]),
         np.array([[entry["logprob"] for _, entry in row] for row in rows], np.float32),
         np.zeros(len(rows), np.float32),

@@ -71,9 +71,9 @@ def check(rollout: Rollout, scores: Any) -> None:
     full = distributions([*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()])[len(rollout.prompt_ids) - 1 :]
     own = np.take_along_axis(full, rollout.response_ids[:, None].astype(np.int64), 1)[:, 0]
     np.testing.assert_allclose(scores.sampled_logprobs, own, rtol=1e-6)
-    np.testing.assert_array_equal(scores.topk.topk_ids, np.argsort(-full)[:, :K])
-    np.testing.assert_allclose(scores.topk.topk_logprobs, -np.sort(-full)[:, :K], rtol=1e-6)
-    np.testing.assert_allclose(scores.topk.tail_mass, 1 - np.exp(-np.sort(-full)[:, :K]).sum(1), atol=1e-6)
+    np.testing.assert_array_equal(scores.topk.ids, np.argsort(-full)[:, :K])
+    np.testing.assert_allclose(scores.topk.logprobs, -np.sort(-full)[:, :K], rtol=1e-6)
+    np.testing.assert_allclose(scores.topk.tail, 1 - np.exp(-np.sort(-full)[:, :K]).sum(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -100,7 +100,7 @@ def test_rows_of_own_tokens_are_kept(dialect: str) -> None:
             own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
             assert scores.topk is not None and whole.topk is not None and whole.sampled_logprobs is not None
             np.testing.assert_array_equal(scores.sampled_logprobs, whole.sampled_logprobs[own])
-            for name in ("topk_ids", "topk_logprobs", "tail_mass"):
+            for name in ("ids", "logprobs", "tail"):
                 np.testing.assert_array_equal(getattr(scores.topk, name), getattr(whole.topk, name)[own])
         with pytest.raises(TeacherError, match="prompt 0, .*own"):
             teacher.submit([replace(rollouts(1)[0], own=np.zeros(2, bool))], BOTH)
@@ -120,8 +120,8 @@ def test_given_ids_of_own_tokens_have_rows_for_all() -> None:
     np.lib.format.write_array(file, rows, (1, 0))
     reply = msgspec.json.encode({"prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode()})
     scores = scores_of("vllm", reply, asked, N_VOCAB)
-    assert scores.topk is not None and scores.topk.topk_ids.tolist() == [[3, 1], [7, 2]]
-    np.testing.assert_array_equal(scores.topk.topk_logprobs, [rows[1], rows[4][::-1]])
+    assert scores.topk is not None and scores.topk.ids.tolist() == [[3, 1], [7, 2]]
+    np.testing.assert_array_equal(scores.topk.logprobs, [rows[1], rows[4][::-1]])
     file = io.BytesIO()
     np.lib.format.write_array(file, np.where(np.arange(5)[:, None] == 4, np.float32(0.5), rows), (1, 0))
     reply = msgspec.json.encode({"prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode()})
@@ -146,7 +146,7 @@ def test_the_last_id_is_scored_as_sglang_writes_it() -> None:
     top = [None, [[-0.5, 6, None], [-1.5, 3, None]], [[-0.2, last, None], [-3.0, 0, None]]]
     meta = {"input_token_logprobs": own, "input_top_logprobs": top}
     scores = scores_of("sglang", msgspec.json.encode({"meta_info": meta}), asked, N_VOCAB)
-    assert scores.topk is not None and scores.topk.topk_ids.tolist() == [[6, 3], [last, 0]]
+    assert scores.topk is not None and scores.topk.ids.tolist() == [[6, 3], [last, 0]]
     np.testing.assert_allclose(scores.sampled_logprobs, [-0.5, -0.2])  # type: ignore[arg-type]
     own[1][1] = 0
     with pytest.raises(TeacherError, match="^x: "):

@@ -24,8 +24,9 @@ from gkd.run.open import check_same_teacher
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.window import window_of_group
-from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
+from gkd.types import Prompt, Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
+from teacher_server.wire.table import TopKTable
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import save_model
 from tests.processes import wait_until
@@ -74,9 +75,9 @@ def check_equal(scores: Sequence[TeacherScores], expected: Sequence[TeacherScore
     """Compare all tables up to the rounding of float32 in two engines; ids may change places at equal logprobs."""
     for ours, theirs in zip(scores, expected, strict=True):
         assert ours.topk is not None and theirs.topk is not None
-        np.testing.assert_allclose(ours.topk.topk_logprobs, theirs.topk.topk_logprobs, atol=5e-5)
-        np.testing.assert_allclose(ours.topk.tail_mass, theirs.topk.tail_mass, atol=2e-5)
-        differ = ours.topk.topk_ids != theirs.topk.topk_ids
+        np.testing.assert_allclose(ours.topk.logprobs, theirs.topk.logprobs, atol=5e-5)
+        np.testing.assert_allclose(ours.topk.tail, theirs.topk.tail, atol=2e-5)
+        differ = ours.topk.ids != theirs.topk.ids
         assert differ.mean() < 0.02
         if ours.sampled_logprobs is not None and theirs.sampled_logprobs is not None:
             np.testing.assert_allclose(ours.sampled_logprobs, theirs.sampled_logprobs, atol=5e-5)
@@ -94,8 +95,8 @@ def test_scores_equal_those_of_the_teacher_server(
         whole = max(range(len(rollouts)), key=lambda i: len(rollouts[i].response_ids))
         trajectory, reference = own_turns(rollouts[whole]), expected[whole]
         assert reference.topk is not None and reference.sampled_logprobs is not None and trajectory.own is not None
-        tables = (reference.topk.topk_ids, reference.topk.topk_logprobs, reference.topk.tail_mass)
-        rows = TeacherTopK(*(table[trajectory.own] for table in tables))
+        tables = (reference.topk.ids, reference.topk.logprobs, reference.topk.tail)
+        rows = TopKTable(*(table[trajectory.own] for table in tables))
         rows_of_own = TeacherScores(rows, reference.sampled_logprobs[trajectory.own])
         check_equal(teacher.submit([trajectory], BOTH).result(), [rows_of_own])
 

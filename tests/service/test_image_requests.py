@@ -74,8 +74,8 @@ def test_scores_are_those_of_transformers(server: ServerProcess, tmp_path: Path,
             found += [[table_of(future.result(60)) for future in futures]]
     for tables in found:
         for table, whole in zip(tables, wholes, strict=True):
-            expected = whole.gather(1, torch.from_numpy(table.topk_ids).long())
-            np.testing.assert_allclose(table.topk_logprobs, expected, atol=1e-5)
+            expected = whole.gather(1, torch.from_numpy(table.ids).long())
+            np.testing.assert_allclose(table.logprobs, expected, atol=1e-5)
     for i, j in ((0, 1), (3, 4), (6, 7), (8, 10)):
         assert (wholes[i] - wholes[j]).abs().max() > 1e-3
 
@@ -112,7 +112,7 @@ def test_hostile_messages(server: ServerProcess, sequences: list[Rollout], tiny_
         refused = replies.decode(raw(to.port, frames)[0])
         assert refused.code in codes and words in refused.text
     with connect(server.port) as teacher:
-        assert len(table_of(submit(teacher, one).result(60)).topk_ids) == 6
+        assert len(table_of(submit(teacher, one).result(60)).ids) == 6
 
 
 def test_equal_ids_with_other_images_are_told_apart(tmp_path: Path, sequences: list[Rollout]) -> None:

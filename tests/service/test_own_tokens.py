@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherError
-from gkd.scoring.teacher.requests import RequestMessage, RequestSettings
+from gkd.scoring.teacher.client import sequence_of
 from gkd.types import Rollout, TeacherScores
+from teacher_server.client.requests import RequestMessage, RequestSettings
 from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import (
     ErrorReply,
@@ -60,7 +61,7 @@ def tables_of(scores: TeacherScores) -> dict[str, np.ndarray]:
     """Return all arrays by name."""
     found = {name: getattr(scores, name) for name in ("sampled_logprobs", "logits", "hidden")}
     if scores.topk is not None:
-        found |= {name: getattr(scores.topk, name) for name in ("topk_ids", "topk_logprobs", "tail_mass", "counts")}
+        found |= {name: getattr(scores.topk, name) for name in ("ids", "logprobs", "tail", "counts")}
     return {name: array for name, array in found.items() if array is not None}
 
 
@@ -115,9 +116,11 @@ def test_random_masks(trivial_server: ServerProcess) -> None:
 # Wire
 
 
-def message(rollouts: list[Rollout], signal: Signal = "topk", **changes: Any) -> RequestMessage[ScoreRequest]:
+def message(rollouts: list[Rollout], signal: Signal = "topk", **changes: Any) -> RequestMessage:
     settings = RequestSettings("", K, 1.0, 0, "fp16", 10.0)
-    return settings.for_rollouts(rollouts, signal, **({"k": K if signal == "topk" else 0} | changes))
+    return settings.score(
+        [sequence_of(rollout) for rollout in rollouts], signal, **({"k": K if signal == "topk" else 0} | changes)
+    )
 
 
 def test_the_tokens_carry_the_mask(trivial_server: ServerProcess) -> None:
@@ -204,7 +207,7 @@ def test_a_reply_with_other_rows_is_damaged() -> None:
         (scores,) = teacher.submit([rollout], ("topk",)).result(timeout=30)
         assert teacher.stats.n_damaged == 2
     assert scores.topk is not None
-    np.testing.assert_array_equal(scores.topk.topk_ids[:, 0], rollout.own_ids)
+    np.testing.assert_array_equal(scores.topk.ids[:, 0], rollout.own_ids)
 
 
 TOKENS = np.array([1, 2, 3, 4, ~5, ~6, 7, 8], np.int32)  # prompt of 3

@@ -13,7 +13,7 @@ import torch
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.hf import SHORTEST_PROMPT
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.table import TopKTable
 from tests.service.engine_host import (
     VOCAB,
     Ask,
@@ -85,10 +85,10 @@ def mixed() -> list[TokenSequence]:
     return [*batch, *siblings(99, 64, [10])]
 
 
-def arrays_of(scores: list[TopKScores | np.ndarray]) -> list[np.ndarray]:
+def arrays_of(scores: list[TopKTable | np.ndarray]) -> list[np.ndarray]:
     found: list[np.ndarray] = []
     for scored in scores:
-        if isinstance(scored, TopKScores):
+        if isinstance(scored, TopKTable):
             assert scored.sampled is not None
             found += [scored.ids, scored.logprobs, scored.tail, scored.sampled]
         else:
@@ -96,7 +96,7 @@ def arrays_of(scores: list[TopKScores | np.ndarray]) -> list[np.ndarray]:
     return found
 
 
-def assert_equal(a: list[TopKScores | np.ndarray], b: list[TopKScores | np.ndarray]) -> None:
+def assert_equal(a: list[TopKTable | np.ndarray], b: list[TopKTable | np.ndarray]) -> None:
     for mine, theirs in zip(arrays_of(a), arrays_of(b), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 

@@ -48,7 +48,7 @@ def routed(rollouts: list[Rollout], n_routes: int) -> list[Rollout]:
 def tables(opened: ScoringEndpoint, rollouts: list[Rollout]) -> list[bytes]:
     scores, _ = opened.score(rollouts)
     found = [score.topk for score in scores]
-    return [table.topk_ids.tobytes() + table.topk_logprobs.tobytes() for table in found if table is not None]
+    return [table.ids.tobytes() + table.logprobs.tobytes() for table in found if table is not None]
 
 
 @pytest.fixture(scope="module")

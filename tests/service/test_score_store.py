@@ -24,8 +24,9 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.store import SUFFIX, ScoreStore, open_store, packed, score_key, unpacked
 from gkd.scoring.teacher.window import Window
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Wire
+from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until
 from tests.refusals import refuses
 from tests.service.harness import TRIVIAL, ServerProcess, connect, own_turns, random_rollouts, trivial_model
@@ -43,7 +44,7 @@ def scores_of(rollout: Rollout) -> TeacherScores:
     rng = np.random.default_rng(rollout.response_ids)
     n = len(rollout.response_ids)
     ids = rng.integers(0, N_VOCAB, (n, 8)).astype(np.int32)
-    topk = TeacherTopK(ids, rng.normal(size=(n, 8)).astype(np.float32), rng.random(n, np.float32))
+    topk = TopKTable(ids, rng.normal(size=(n, 8)).astype(np.float32), rng.random(n, np.float32))
     return TeacherScores(topk, rng.normal(size=n).astype(np.float32))
 
 
@@ -53,7 +54,7 @@ def key_of(rollout: Rollout) -> bytes:
 
 def assert_equal(found: TeacherScores, expected: TeacherScores) -> None:
     assert found.topk is not None and expected.topk is not None
-    for name in ("topk_ids", "topk_logprobs", "tail_mass"):
+    for name in ("ids", "logprobs", "tail"):
         np.testing.assert_array_equal(getattr(found.topk, name), getattr(expected.topk, name))
     np.testing.assert_array_equal(found.sampled_logprobs, expected.sampled_logprobs)
 
@@ -104,8 +105,8 @@ def test_a_record_returns_every_signal_bit_by_bit(wire: Wire, is_masked: bool) -
     short = np.where(left_out, -1, ids), np.where(left_out, -np.inf, logprobs.astype(np.float32))
     sampled, matrix = -rng.random(n, np.float32), rng.normal(size=(n, 300)).astype(exact)
     for scores in (
-        TeacherScores(TeacherTopK(ids, logprobs.astype(np.float32), rng.random(n, np.float32)), sampled),
-        TeacherScores(TeacherTopK(*short, tail, counts)),
+        TeacherScores(TopKTable(ids, logprobs.astype(np.float32), rng.random(n, np.float32)), sampled),
+        TeacherScores(TopKTable(*short, tail, counts)),
         TeacherScores(sampled_logprobs=sampled),
         TeacherScores(logits=matrix),
         TeacherScores(hidden=matrix.astype(np.float32)),
@@ -229,8 +230,8 @@ def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path:
     assert (n_first, n_again, n_others) == (0, 10, [0, 0, 0])
     for one, other in zip(first[:10], again[:10], strict=True):
         assert one.topk is not None and other.topk is not None
-        np.testing.assert_array_equal(one.topk.topk_logprobs, other.topk.topk_logprobs)
-        np.testing.assert_array_equal(one.topk.topk_ids, other.topk.topk_ids)
+        np.testing.assert_array_equal(one.topk.logprobs, other.topk.logprobs)
+        np.testing.assert_array_equal(one.topk.ids, other.topk.ids)
 
 
 def test_the_recorded_teacher_is_the_one_that_the_run_names(tmp_path: Path) -> None:

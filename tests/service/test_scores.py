@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.errors import TeacherError
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout
+from teacher_server.wire.table import TopKTable
 from tests.device import rank_device
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
 from tests.service.harness import ServerProcess, connect, random_rollouts, score
@@ -37,7 +38,7 @@ def reference_logprobs(model: Path, rollout: Rollout) -> np.ndarray:
 def max_error(
     model: Path,
     rollouts: Sequence[Rollout],
-    scores: dict[int, TeacherTopK],
+    scores: dict[int, TopKTable],
     *,
     relative: bool = False,
 ) -> float:
@@ -48,11 +49,11 @@ def max_error(
     worst = 0.0
     for index, got in scores.items():
         expected = reference_logprobs(model, rollouts[index])
-        at_ids = np.take_along_axis(expected, got.topk_ids.astype(np.int64), axis=1)
-        largest = -np.sort(-expected, axis=1)[:, : got.topk_ids.shape[1]]
+        at_ids = np.take_along_axis(expected, got.ids.astype(np.int64), axis=1)
+        largest = -np.sort(-expected, axis=1)[:, : got.ids.shape[1]]
         scale = np.maximum(1.0, np.abs(largest)) if relative else 1.0
         for reference in (at_ids, largest):
-            worst = max(worst, float((np.abs(reference - got.topk_logprobs) / scale).max()))
+            worst = max(worst, float((np.abs(reference - got.logprobs) / scale).max()))
     return worst
 
 
@@ -63,7 +64,7 @@ def test_wide_vocabulary(wide_server: ServerProcess, wide_model: Path, wire: str
     with connect(wide_server.port, wire=wire, k=64) as teacher:
         scores = dict(score(teacher, rollouts))
     assert max_error(wide_model, rollouts, scores, relative=wire == "fp16") <= bound
-    assert max(int(table.topk_ids.max()) for table in scores.values()) > 32767 - 1000
+    assert max(int(table.ids.max()) for table in scores.values()) > 32767 - 1000
 
 
 def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) -> None:

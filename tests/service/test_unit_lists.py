@@ -39,10 +39,10 @@ def check(model: Path, scores: list[TeacherScores]) -> None:
         sums = np.stack([p[:, unit == UNITS].sum(axis=1) for unit in range(N_UNITS)], axis=1)
         table, rows = found.topk, np.arange(len(p))
         assert table is not None and found.sampled_logprobs is not None
-        listed = np.take_along_axis(sums, table.topk_ids.astype(np.int64), axis=1)
-        np.testing.assert_allclose(np.exp(table.topk_logprobs), listed, rtol=1e-4)
+        listed = np.take_along_axis(sums, table.ids.astype(np.int64), axis=1)
+        np.testing.assert_allclose(np.exp(table.logprobs), listed, rtol=1e-4)
         np.testing.assert_allclose(listed.sum(axis=1), np.sort(sums, axis=1)[:, -K:].sum(axis=1), rtol=1e-6)
-        np.testing.assert_allclose(table.tail_mass, 1 - listed.sum(axis=1), rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(table.tail, 1 - listed.sum(axis=1), rtol=1e-3, atol=1e-6)
         np.testing.assert_allclose(np.exp(found.sampled_logprobs), sums[rows, UNITS[rollout.response_ids]], rtol=1e-4)
 
 
@@ -57,7 +57,7 @@ def test_lists_have_the_sums_of_the_whole_distribution(tiny_server: ServerProces
         shorter = teacher.submit(ROLLOUTS[:3], ("topk", "sampled"), mass=0.5).result(timeout=30)
     for whole, short in zip(found, shorter, strict=False):
         assert whole.topk is not None and short.topk is not None and short.topk.counts is not None
-        first = np.exp(whole.topk.topk_logprobs, dtype=np.float64).cumsum(axis=1)
+        first = np.exp(whole.topk.logprobs, dtype=np.float64).cumsum(axis=1)
         np.testing.assert_array_equal(short.topk.counts, np.minimum((first < 0.5).sum(axis=1) + 1, K))
 
 
@@ -67,7 +67,7 @@ def test_the_requests_of_a_window_send_the_map_once(
     """Fails if each request that a worker refuses brings the map: megabytes for each of them."""
     packed = list[int]()
     monkeypatch.setattr(
-        "gkd.scoring.teacher.requests.pack_units", lambda units: packed.append(len(units)) or pack_units(units)
+        "teacher_server.client.requests.pack_units", lambda units: packed.append(len(units)) or pack_units(units)
     )
     units = UNITS[::-1].copy()  # no other test has sent this map
     with connect(tiny_server.port, k=K, n_vocab=N_UNITS, units=units) as teacher:

@@ -9,28 +9,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.data.score_checks import Rows, check_top_ids, validate_scores, validate_topk
+from gkd.data.score_checks import check_top_ids, validate_scores
 from gkd.errors import TeacherError
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import Rollout, TeacherScores, VersionSpan
 from teacher_server.wire.protocol import Signal
+from teacher_server.wire.table import Rows, TopKTable, check_topk
 
 
-def check(scores: TeacherTopK, n_vocab: int = 10, where: str = "x", n_rows: int | None = None) -> None:
-    validate_topk(scores, n_vocab, Rows((where,), (len(scores.topk_ids) if n_rows is None else n_rows,)))
+def check(scores: TopKTable, n_vocab: int = 10, where: str = "x", n_rows: int | None = None) -> None:
+    check_topk(scores, n_vocab, Rows((where,), (len(scores.ids) if n_rows is None else n_rows,)))
 
 
-def good() -> TeacherTopK:
+def good() -> TopKTable:
     probabilities = np.array([[0.5, 0.25, 0.125], [0.9, 0.05, 0.05]])
     logprobs = np.log(probabilities).astype(np.float32)
     tail = np.array([0.125, 0.0], np.float32)
-    return TeacherTopK(np.array([[4, 0, 9], [1, 2, 3]], np.int32), logprobs, tail)
+    return TopKTable(np.array([[4, 0, 9], [1, 2, 3]], np.int32), logprobs, tail)
 
 
-def counted() -> TeacherTopK:
+def counted() -> TopKTable:
     """Return scores in which row 0 lists two ids and row 1 all three."""
     scores = good()
-    scores.topk_ids[0, 2], scores.topk_logprobs[0, 2], scores.tail_mass[0] = -1, -np.inf, 0.25
-    return TeacherTopK(scores.topk_ids, scores.topk_logprobs, scores.tail_mass, np.array([2, 3], np.int32))
+    scores.ids[0, 2], scores.logprobs[0, 2], scores.tail[0] = -1, -np.inf, 0.25
+    return TopKTable(scores.ids, scores.logprobs, scores.tail, np.array([2, 3], np.int32))
 
 
 def test_good_scores_pass() -> None:
@@ -38,7 +39,7 @@ def test_good_scores_pass() -> None:
     check(good())
     check(counted())
     rounded = np.log([[0.5, 0.5]]).astype(np.float16).astype(np.float32)
-    check(TeacherTopK(np.array([[0, 1]], np.int32), rounded, np.zeros(1, np.float32)), 2)
+    check(TopKTable(np.array([[0, 1]], np.int32), rounded, np.zeros(1, np.float32)), 2)
 
 
 @settings(max_examples=60)
@@ -49,7 +50,7 @@ def test_valid_scores_rounded_to_float16_pass(k: int, spread: float, seed: int) 
     logprobs = -np.sort(-(logits - np.logaddexp.reduce(logits)))
     tail = np.array([np.exp(logprobs[k:]).sum()], np.float32)
     wire = logprobs[None, :k].astype(np.float16).astype(np.float32)
-    check(TeacherTopK(np.arange(k, dtype=np.int32)[None], wire, tail), k + 7)
+    check(TopKTable(np.arange(k, dtype=np.int32)[None], wire, tail), k + 7)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +77,11 @@ def test_bad_values(
     """Fails if such a row can reach the loss. Each case changes one value of valid scores."""
     scores = good()
     for at, token in ids.items():
-        scores.topk_ids[at] = token
+        scores.ids[at] = token
     for at, value in logprobs.items():
-        scores.topk_logprobs[at] = value
+        scores.logprobs[at] = value
     if tail is not None:
-        scores.tail_mass[1] = tail
+        scores.tail[1] = tail
     with pytest.raises(TeacherError, match=f"prompt 3, sample 1: .* 1 .*{expected}"):
         check(scores, where="prompt 3, sample 1")
 
@@ -109,32 +110,32 @@ def test_bad_counts(
     """Fails if the padding of a short row can be used as scores, or scores as padding."""
     scores = counted()
     for at, token in ids.items():
-        scores.topk_ids[at] = token
+        scores.ids[at] = token
     for at, value in logprobs.items():
-        scores.topk_logprobs[at] = value
-    bad = TeacherTopK(scores.topk_ids, scores.topk_logprobs, scores.tail_mass, np.array(counts, np.int32))
+        scores.logprobs[at] = value
+    bad = TopKTable(scores.ids, scores.logprobs, scores.tail, np.array(counts, np.int32))
     with pytest.raises(TeacherError, match=f"x: .* 0 .*{expected}"):
         check(bad)
 
 
 def test_bad_shapes() -> None:
     """Fails if rows of another sequence, or no rows, are accepted."""
-    ids, logprobs, tail = good().topk_ids, good().topk_logprobs, good().tail_mass
+    ids, logprobs, tail = good().ids, good().logprobs, good().tail
     for scores in (
-        TeacherTopK(ids[:1], logprobs, tail),
-        TeacherTopK(ids[:0], logprobs[:0], tail[:0]),
-        TeacherTopK(ids[0], logprobs[0], tail),
-        TeacherTopK(ids, logprobs, tail[:1]),
-        TeacherTopK(ids, logprobs, tail, np.ones(3, np.int32)),
+        TopKTable(ids[:1], logprobs, tail),
+        TopKTable(ids[:0], logprobs[:0], tail[:0]),
+        TopKTable(ids[0], logprobs[0], tail),
+        TopKTable(ids, logprobs, tail[:1]),
+        TopKTable(ids, logprobs, tail, np.ones(3, np.int32)),
     ):
         with pytest.raises(TeacherError):
             check(scores)
     with pytest.raises(TeacherError):
         check(good(), n_rows=3)
     with pytest.raises(TeacherError):
-        check(TeacherTopK(ids, logprobs.astype(np.float64), tail))
+        check(TopKTable(ids, logprobs.astype(np.float64), tail))
     with pytest.raises(TeacherError):
-        check(TeacherTopK(ids, logprobs, tail, np.full(2, 3.0)))
+        check(TopKTable(ids, logprobs, tail, np.full(2, 3.0)))
 
 
 def rollout() -> Rollout:

@@ -18,8 +18,8 @@ import numpy as np
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.load import EngineSettings
-from teacher_server.wire.payload import NO_ID, TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
+from teacher_server.wire.table import NO_ID, TopKTable
 
 HIDDEN_SIZE = 8
 _RATIO = 0.75  # ratio of the probabilities of two consecutive entries
@@ -48,7 +48,7 @@ def trivial_topk(
     vocab_size: int,
     mass: float = 0.0,
     given: np.ndarray | None = None,
-) -> TopKScores:
+) -> TopKTable:
     """Return the top-k scores of `TrivialEngine`.
 
     Args:
@@ -67,13 +67,13 @@ def trivial_topk(
     shares = (falling - np.log(np.exp(falling).sum())).astype(np.float32)  # [K], logs of numbers with sum 1
     logprobs = np.log1p(-tail)[:, None] + shares
     if mass == 0:
-        return TopKScores(ids, logprobs, tail)
+        return TopKTable(ids, logprobs, tail)
     cumulative = np.exp(logprobs).cumsum(-1)  # [R, K]
     counts = np.minimum((cumulative < mass).sum(-1) + 1, k).astype(np.int32)
     dropped = np.arange(k) >= counts[:, None]
     tail = (1 - np.take_along_axis(cumulative, counts[:, None] - 1, 1)[:, 0]).astype(np.float32)
     ids[dropped], logprobs[dropped] = NO_ID, -np.inf
-    return TopKScores(ids, logprobs, tail, counts)
+    return TopKTable(ids, logprobs, tail, counts)
 
 
 def _steps_with(given: np.ndarray, k: int) -> np.ndarray:
@@ -162,7 +162,7 @@ class TrivialEngine:
             scores = trivial_topk(token_ids, prompt_length, params.k, n_vocab, params.mass, given)
             counts = None if scores.counts is None else scores.counts[rows]
             sampled = trivial_sampled(token_ids, prompt_length)[rows] if params.with_sampled else None
-            return TopKScores(scores.ids[rows], scores.logprobs[rows], scores.tail[rows], counts, sampled)
+            return TopKTable(scores.ids[rows], scores.logprobs[rows], scores.tail[rows], counts, sampled)
         if params.signal == "sampled":
             return trivial_sampled(token_ids, prompt_length)[rows]
         if params.signal == "hidden":

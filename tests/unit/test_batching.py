@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from gkd.actor.common.step import check_micro_batch
 from gkd.data.batching import check_batch, make_micro_batches, token_records, trained_on
 from gkd.errors import DataError, GkdError, TeacherError
-from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
+from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTargets, VersionSpan
 from teacher_server.wire.protocol import Signal
+from teacher_server.wire.table import TopKTable
 from tests.dist.megatron_reference import make_micro_batches as reference_batches
 from tests.dist.megatron_reference import pack
 
@@ -51,7 +52,7 @@ def make_scores(rollout: Rollout, k: int = K) -> TeacherScores:
     tokens = rollout.own_ids
     ids = tokens[:, None] + np.arange(k, dtype=np.int32)
     return TeacherScores(
-        topk=TeacherTopK(ids, np.full(ids.shape, np.log(0.5 / k), np.float32), np.full(len(ids), 0.5, np.float32)),
+        topk=TopKTable(ids, np.full(ids.shape, np.log(0.5 / k), np.float32), np.full(len(ids), 0.5, np.float32)),
         sampled_logprobs=-tokens.astype(np.float32),
         logits=np.repeat(-(tokens[:, None] % 1000).astype(np.float16), N_VOCAB, axis=1),
         hidden=np.repeat(tokens[:, None].astype(np.float32), D, axis=1),
@@ -237,7 +238,7 @@ def test_skipped_tokens_are_own_tokens() -> None:
     rollout = replace(rollout, rollout_logprobs=-np.arange(4, dtype=np.float32))
     for n, at in ((1, 1), (2, 6), (3, 7)):
         (rest,), (scores,) = cast("Any", trained_on([rollout], [make_scores(rollout)], n))
-        assert rest.own_ids.tolist() == rollout.own_ids[n:].tolist() == scores.topk.topk_ids[:, 0].tolist()
+        assert rest.own_ids.tolist() == rollout.own_ids[n:].tolist() == scores.topk.ids[:, 0].tolist()
         assert len(rest.prompt_ids) == 2 + at and rest.n_tokens == rollout.n_tokens
         assert rest.rollout_logprobs.tolist() == rollout.rollout_logprobs[n:].tolist()
         check_batch([rest], None, where="rank", n_vocab=N_VOCAB, signals=())
@@ -319,7 +320,7 @@ def test_a_bad_rollout_is_refused_by_rank_and_sample(change: dict[str, np.ndarra
             check([valid, bad], scores)
 
 
-def _topk(change: Callable[[TeacherTopK], None]) -> Callable[[TeacherScores], TeacherScores]:
+def _topk(change: Callable[[TopKTable], None]) -> Callable[[TeacherScores], TeacherScores]:
     def changed(scores: TeacherScores) -> TeacherScores:
         assert scores.topk is not None
         change(scores.topk)
@@ -335,11 +336,11 @@ def _first_row(field: str) -> Callable[[TeacherScores], TeacherScores]:
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        (_topk(lambda t: t.topk_logprobs.__setitem__((1, 0), np.nan)), "response position 1 .*NaN"),
-        (_topk(lambda t: t.topk_ids.__setitem__((1, 0), N_VOCAB)), r"response position 1 .*outside \[0, 10000\)"),
-        (_topk(lambda t: t.topk_ids.__setitem__((1, 0), t.topk_ids[1, 1])), "response position 1 .*repeated"),
-        (_topk(lambda t: t.topk_logprobs.__setitem__(1, -0.1)), "response position 1 .*mass"),
-        (lambda s: replace(s, topk=replace(s.topk, topk_ids=s.topk.topk_ids[:1])), "expected"),
+        (_topk(lambda t: t.logprobs.__setitem__((1, 0), np.nan)), "response position 1 .*NaN"),
+        (_topk(lambda t: t.ids.__setitem__((1, 0), N_VOCAB)), r"response position 1 .*outside \[0, 10000\)"),
+        (_topk(lambda t: t.ids.__setitem__((1, 0), t.ids[1, 1])), "response position 1 .*repeated"),
+        (_topk(lambda t: t.logprobs.__setitem__(1, -0.1)), "response position 1 .*mass"),
+        (lambda s: replace(s, topk=replace(s.topk, ids=s.topk.ids[:1])), "expected"),
         (lambda s: replace(s, topk=None), "'topk'"),
         (_first_row("sampled_logprobs"), r"sampled is float32 \[1\], expected float32 \[2\]"),
         (_first_row("logits"), r"logits is float16 \[1, 10000\], expected float32 or float16 \[2, 10000\]"),
@@ -355,6 +356,26 @@ def test_bad_scores_are_refused_by_rank_and_sample(
         check([valid, bad], [make_scores(valid), change(make_scores(bad))])
 
 
+def test_scores_of_a_server_are_checked_for_shape_alone() -> None:
+    """Fails if a rank repeats the client's check of values, or trains on rows of another sequence or no table."""
+    valid, other = make_rollout(1, 2, 2, sample=1), make_rollout(3, 2, 2, sample=2)
+    checked = partial(check_batch, [valid, other], where="rank 3", n_vocab=N_VOCAB, hidden_size=D, with_values=False)
+    nan = make_scores(other)
+    for signal in ALL:
+        table = getattr(nan, SIGNAL_FIELDS[cast(Signal, signal)])
+        (table.logprobs if signal == "topk" else table)[1] = np.nan
+    checked([make_scores(valid), nan], signals=ALL)
+    good = make_scores(other)
+    assert good.topk is not None
+    shorter = replace(good, topk=good.topk.rows(slice(1)))
+    for field in ("sampled_logprobs", "logits", "hidden"):
+        shorter = replace(shorter, **{field: getattr(good, field)[:1]})
+    for signal in ALL:
+        for bad in (shorter, TeacherScores()):
+            with pytest.raises(TeacherError, match="rank 3: prompt 3, sample 2"):
+                checked([make_scores(valid), bad], signals=(signal,))
+
+
 @pytest.mark.parametrize("signal", [*ALL, "reference"])
 def test_an_error_names_the_position_in_the_response(signal: str) -> None:
     """Fails if the row of a token is taken for its position, where a trajectory has observations."""
@@ -363,9 +384,9 @@ def test_an_error_names_the_position_in_the_response(signal: str) -> None:
     scores = [replace(score, reference_logprobs=score.sampled_logprobs) for score in scores]
     field = "reference_logprobs" if signal == "reference" else SIGNAL_FIELDS[cast(Signal, signal)]
     table = getattr(scores[1], field)
-    values = (table.topk_logprobs if signal == "topk" else table).copy()
+    values = (table.logprobs if signal == "topk" else table).copy()
     values[2] = np.nan  # the third own token
-    bad = replace(scores[1], **{field: replace(table, topk_logprobs=values) if signal == "topk" else values})
+    bad = replace(scores[1], **{field: replace(table, logprobs=values) if signal == "topk" else values})
     checked = ("sampled",) if signal == "reference" else (cast(Signal, signal),)
     with pytest.raises(TeacherError, match=r"prompt 3, sample 1: .*response position 5 \(1 rows\)"):
         check_batch(rollouts, [scores[0], bad], where="rank 3", n_vocab=N_VOCAB, signals=checked, with_reference=True)
@@ -420,28 +441,19 @@ def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -
         token_records(batches, [torch.zeros(2, 2)], ("token", "on_policy"), rollouts)
 
 
-@pytest.mark.parametrize("joined_entries", [1, 1 << 18])
-def test_a_bad_table_among_valid_ones_is_refused_by_its_sample(
-    joined_entries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if the check of joined tables accepts a bad one, or the error names another sequence."""
-    monkeypatch.setattr("gkd.data.score_checks._JOINED_ENTRIES", joined_entries)
+def test_a_bad_table_among_valid_ones_is_refused_by_its_sample() -> None:
+    """Fails if a bad table among valid ones is accepted, or the error names another sequence."""
     rollouts = [make_rollout(i, 2, 2, sample=i) for i in range(4)]
     scores = [make_scores(rollout) for rollout in rollouts]
     check(rollouts, scores)
-    tables = [score.topk for score in scores]
-    good = tables[2]
-    assert good is not None and tables[3] is not None
-    half = TeacherTopK(good.topk_ids, good.topk_logprobs.astype(np.float16), good.tail_mass)
-    heavy = replace(good, tail_mass=good.tail_mass + np.float32(0.5))
-    short, long = (
-        TeacherTopK(*(np.concatenate([a, a])[:n] for a in (good.topk_ids, good.topk_logprobs, good.tail_mass)))
-        for n in (1, 3)
-    )
-    for second, third in ((half, good), (heavy, good), (long, short)):
-        bad = [scores[0], scores[1], replace(scores[2], topk=second), replace(scores[3], topk=third)]
+    good = scores[2].topk
+    assert good is not None
+    half = replace(good, logprobs=good.logprobs.astype(np.float16))
+    heavy = replace(good, tail=good.tail + np.float32(0.5))
+    long = TopKTable.join([good, good])
+    for bad in (half, heavy, long):
         with pytest.raises(TeacherError, match="actor rank 3: prompt 2, sample 2"):
-            check(rollouts, bad)
+            check(rollouts, [scores[0], scores[1], replace(scores[2], topk=bad), scores[3]])
 
 
 def _pack() -> MicroBatch:

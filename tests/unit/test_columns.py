@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.data.codec import ColumnList
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import Rollout, TeacherScores, VersionSpan
+from teacher_server.wire.table import TopKTable
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=6)
 
@@ -35,7 +36,7 @@ def _rollout(i: int, n: int, *, on_policy: bool = True, n_ids: int | None = None
 def _scores(n: int, k: int, *, counts: bool) -> TeacherScores:
     table = np.arange(n * k).reshape(n, k)
     n_listed = np.full(n, k, np.int32) if counts else None
-    top = TeacherTopK(table.astype(np.int32), -table.astype(np.float32), np.zeros(n, np.float32), n_listed)
+    top = TopKTable(table.astype(np.int32), -table.astype(np.float32), np.zeros(n, np.float32), n_listed)
     return TeacherScores(top, -np.ones(n, np.float32), logits=np.zeros((n, 4), np.float16))
 
 

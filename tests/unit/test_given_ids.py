@@ -10,8 +10,9 @@ import torch
 
 from teacher_server.engines.base import ScoreParams, TokenSequence, request_problem
 from teacher_server.engines.signals import score_hidden
-from teacher_server.wire.payload import TopKScores, given_problem, listed_problem, pack_given, unpack_given
+from teacher_server.wire.payload import given_problem, listed_problem, pack_given, unpack_given
 from teacher_server.wire.protocol import MAX_FRAME_BYTES, MAX_ID, ProtocolError, checksum, requests
+from teacher_server.wire.table import TopKTable
 from tests.service.messages import make_request, make_tokens
 from tests.service.trivial_engine import TrivialEngine
 
@@ -100,7 +101,7 @@ def test_a_row_that_lacks_a_given_id_is_found() -> None:
 
 def scored(
     logits: torch.Tensor, params: ScoreParams, given: np.ndarray | None, tokens: np.ndarray | None = None
-) -> TopKScores:
+) -> TopKTable:
     """Run the engines' arithmetic on rows of logits, as two sequences."""
     tokens = np.zeros(len(logits), np.int32) if tokens is None else tokens
     parts = [slice(0, 9), slice(9, len(logits))]
@@ -110,14 +111,14 @@ def scored(
     ]
     rows = torch.arange(float(len(logits)))[:, None]
     found = score_hidden(rows, batch, lambda hidden: logits[hidden[:, 0].long()].clone(), params, logits.shape[1])
-    assert all(isinstance(each, TopKScores) for each in found)
+    assert all(isinstance(each, TopKTable) for each in found)
     fields = ("ids", "logprobs", "tail", "sampled")
     joined = {
         name: np.concatenate([getattr(each, name) for each in found])
         for name in fields
         if getattr(found[0], name) is not None
     }
-    return TopKScores(**joined)
+    return TopKTable(**joined)
 
 
 def peaked_logits(seed: int = 0) -> torch.Tensor:

@@ -13,7 +13,7 @@ from tests.structure import ORDER, ROOT, cycles, file_imports, imported_names, s
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("gkd/actor/megatron/",),
     "vllm": ("gkd/rollout/vllm/", "teacher_server/engines/", "teacher_server/vision/vllm_input.py"),
-    "zmq": ("gkd/scoring/teacher/link.py", "teacher_server/"),
+    "zmq": ("teacher_server/",),
     "aiohttp": ("gkd/scoring/teacher/http_client.py",),
     "ray": (
         *("gkd/cluster/", "gkd/rollout/driver/", "gkd/rollout/engine/worker.py", "gkd/actor/rank.py"),
@@ -49,7 +49,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
 # Both programs declare and load their settings with the same code, and check model folders with the same code.
-FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.", "teacher_server.vision.images.")
+FROM_SERVER = (
+    *("teacher_server.client.", "teacher_server.errors.", "teacher_server.wire."),
+    *("teacher_server.config.command.", "teacher_server.vision.images."),
+)
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare", "teacher_server.config.load"),
     "gkd/rollout/vllm/": (
@@ -63,7 +66,6 @@ FROM_SERVER_IN = {
     "gkd/actor/common/hf_folder.py": ("teacher_server.engines.hub",),
     "gkd/actor/fsdp/": ("teacher_server.engines.hf", "teacher_server.engines.gpu_kernels"),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
-    "gkd/scoring/teacher/gpus.py": ("teacher_server.cli.admin_link", "teacher_server.errors"),
 }
 
 # Whatever turns bytes from a socket into code or into objects of any type.

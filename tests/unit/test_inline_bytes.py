@@ -14,7 +14,8 @@ from gkd.data.chunks import CHUNK_SIZE, chunk_sizes, encode_sizes, part_of
 from gkd.data.codec import ColumnList
 from gkd.scoring.group_endpoint import ScoreSummary, summary_of
 from gkd.start.pools import inline_bytes
-from gkd.types import PendingScores, Rollout, ScoreTimes, TeacherScores, TeacherTopK
+from gkd.types import PendingScores, Rollout, ScoreTimes, TeacherScores
+from teacher_server.wire.table import TopKTable
 
 TIMES = ScoreTimes(1.7e9 + 2**-10, np.array([1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2]))
 # A short prompt, and a short response.
@@ -32,7 +33,7 @@ def n_bytes(value: object) -> int:
     [
         ROLLOUT,
         TeacherScores(sampled_logprobs=TABLE[:, 0]),
-        TeacherScores(TeacherTopK(TABLE.astype(np.int32), TABLE, TABLE[:, 0])),
+        TeacherScores(TopKTable(TABLE.astype(np.int32), TABLE, TABLE[:, 0])),
     ],
 )
 @pytest.mark.parametrize("n", [CHUNK_SIZE, 256])

@@ -10,7 +10,8 @@ import pytest
 from gkd.actor.frozen.pools import LocalScoring
 from gkd.config.load import load_config
 from gkd.scoring.group_endpoint import GroupEndpoint, ScoreSummary
-from gkd.types import TeacherScores, TeacherTopK
+from gkd.types import TeacherScores
+from teacher_server.wire.table import TopKTable
 from tests.rollout_chunks import chunk_of
 from tests.unit.local_ray import Ref
 
@@ -18,7 +19,7 @@ from tests.unit.local_ray import Ref
 def score(mass: float, n_rows: int = 2) -> TeacherScores:
     ids = np.arange(n_rows, dtype=np.int32)[:, None]
     logprobs = np.full((n_rows, 1), np.log(mass), np.float32)
-    return TeacherScores(TeacherTopK(ids, logprobs, np.full(n_rows, 1 - mass, np.float32)))
+    return TeacherScores(TopKTable(ids, logprobs, np.full(n_rows, 1 - mass, np.float32)))
 
 
 def test_parts_are_gathered_in_the_chunks_order() -> None:
@@ -27,7 +28,7 @@ def test_parts_are_gathered_in_the_chunks_order() -> None:
     first, second = np.array([3, 0], "<i4").tobytes(), np.array([2, 1], "<i4").tobytes()
     parts = [score(0.3), score(0.0625)], [score(0.2), score(0.1)]
     scores, encoded = endpoint.gather_scores([first, second], *parts)
-    masses = [float(np.exp(s.topk.topk_logprobs[0, 0])) for s in scores if s.topk is not None]
+    masses = [float(np.exp(s.topk.logprobs[0, 0])) for s in scores if s.topk is not None]
     np.testing.assert_allclose(masses, [0.0625, 0.1, 0.2, 0.3], rtol=1e-6)
     summary = ScoreSummary.decode(encoded)
     assert summary.masses.sum() == pytest.approx(sum(masses))

@@ -11,8 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from teacher_server.wire.payload import (
-    NO_ID,
-    TopKScores,
     check_reply,
     mark_own,
     pack_rows,
@@ -35,6 +33,7 @@ from teacher_server.wire.protocol import (
     checksum,
     replies,
 )
+from teacher_server.wire.table import NO_ID, TopKTable
 from teacher_server.wire.worker_protocol import Assignment
 from teacher_server.worker.open_request import UnitMaps, open_request
 from tests.service.messages import make_reply, make_request, make_scores, make_tokens
@@ -42,7 +41,7 @@ from tests.service.messages import make_reply, make_request, make_scores, make_t
 WIRES: list[Wire] = ["fp16", "fp32"]
 
 
-def exchange(n_rows: int, k: int, wire: Wire, **scores: Any) -> tuple[TopKScores, ScoreReply, list[memoryview]]:
+def exchange(n_rows: int, k: int, wire: Wire, **scores: Any) -> tuple[TopKTable, ScoreReply, list[memoryview]]:
     tokens = np.zeros(n_rows + 1, np.int32)
     request = make_request(tokens, prompt_length=1, k=k, wire=wire, mass=0.9 if scores.get("mass") else 0.0)
     packed = make_scores(n_rows, k, **scores)
@@ -83,7 +82,7 @@ def test_an_entry_is_five_bytes_and_a_position_four_more(mass: bool) -> None:
 def test_fp16_clips_instead_of_overflowing() -> None:
     """Fails if the logprob of a very improbable token becomes -inf, which times a probability of 0 is NaN."""
     tokens = np.zeros(2, np.int32)
-    scores = TopKScores(np.array([[1, 2]], np.int32), np.array([[0.0, -1e6]], np.float32), np.zeros(1, np.float32))
+    scores = TopKTable(np.array([[1, 2]], np.int32), np.array([[0.0, -1e6]], np.float32), np.zeros(1, np.float32))
     reply, frames = make_reply(make_request(tokens, prompt_length=1, k=2), tokens, scores)
     assert unpack_topk(reply, frames).logprobs.tolist() == [[0.0, -65504.0]]
 
@@ -124,9 +123,9 @@ def test_misshapen_scores_are_not_packed(field: str) -> None:
         if wrong is None and field != "counts":
             continue
         with pytest.raises(ProtocolError):
-            pack_topk(TopKScores(**(parts | {field: wrong})), reply)
+            pack_topk(TopKTable(**(parts | {field: wrong})), reply)
     with pytest.raises(ProtocolError):
-        pack_topk(TopKScores(**(parts | {"ids": scores.ids + MAX_ID + 1})), reply)
+        pack_topk(TopKTable(**(parts | {"ids": scores.ids + MAX_ID + 1})), reply)
 
 
 def rows_reply(rows: np.ndarray, dtype: RowDtype) -> tuple[RowsReply, list[memoryview]]:

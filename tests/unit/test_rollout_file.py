@@ -22,7 +22,8 @@ from gkd.run.rollout_file import read_sequences, write_sequences
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.window import Window
-from gkd.types import Rollout, ScoredChunk, ScoreTimes, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import Rollout, ScoredChunk, ScoreTimes, TeacherScores, VersionSpan
+from teacher_server.wire.table import TopKTable
 
 RNG = np.random.default_rng(7)
 
@@ -57,7 +58,7 @@ def scores(of: Rollout, kind: str) -> TeacherScores:
         return TeacherScores(logits=RNG.random((r, 7)).astype(np.float16))
     if kind == "hidden":
         return TeacherScores(hidden=RNG.random((r, 5), np.float32))
-    table = TeacherTopK(
+    table = TopKTable(
         RNG.integers(0, 99, (r, 4)).astype(np.int32),
         np.where(RNG.random((r, 4)) < 0.2, -np.inf, -RNG.random((r, 4))).astype(np.float32),
         RNG.random(r, np.float32),

@@ -31,8 +31,8 @@ def test_scores_of_the_sampled_token_and_of_the_list_are_separate() -> None:
     ids, probs = np.array([[7, 1, 2], [3, 3, 9]], np.int32), np.array([[0.1, 0.5, 0.25], [0.5, 0.5, 0.5]])
     scores = _teacher_scores(ids, np.log(probs).astype(np.float32), with_sampled=True)
     assert scores.topk is not None and scores.sampled_logprobs is not None
-    assert scores.topk.topk_ids.tolist() == [[1, 2], [3, 9]]
-    np.testing.assert_allclose(scores.topk.tail_mass, [0.25, 0.0], atol=1e-6)
+    assert scores.topk.ids.tolist() == [[1, 2], [3, 9]]
+    np.testing.assert_allclose(scores.topk.tail, [0.25, 0.0], atol=1e-6)
     np.testing.assert_allclose(np.exp(scores.sampled_logprobs), [0.1, 0.5], rtol=1e-6)
     alone = _teacher_scores(ids[:, :1], np.log(probs[:, :1]).astype(np.float32), with_sampled=True)
     assert alone.topk is None and alone.sampled_logprobs is not None

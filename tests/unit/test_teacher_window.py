@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from gkd.config.schema_teacher import TeacherConfig
+from gkd.scoring.teacher.client import sequence_of
 from gkd.scoring.teacher.info import TeacherInfo
-from gkd.scoring.teacher.requests import RequestSettings
 from gkd.scoring.teacher.window import Window, grouped, throttle_warning, window_of_group
+from teacher_server.client.requests import RequestSettings
 from tests.service.harness import random_rollouts
 
 
@@ -64,7 +65,8 @@ def test_several_sequences_fit_into_one_reply() -> None:
         groups = grouped(rollouts, [256], k)
         assert sorted(index for group in groups for index in group) == list(range(4))
         for group in groups:
-            RequestSettings("t", k, 1.0, 1 << 17, "fp32", 1.0).for_rollouts([rollouts[i] for i in group], "topk", k=k)
+            sequences = [sequence_of(rollouts[i]) for i in group]
+            RequestSettings("t", k, 1.0, 1 << 17, "fp32", 1.0).score(sequences, "topk", k=k)
 
 
 def test_only_a_limit_below_the_announced_number_is_warned_about() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gkd.data.sampler import PromptSampler, on_policy_indices
@@ -101,7 +101,7 @@ def written_texts(tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
 def test_each_evaluation_leaves_text_without_a_metric(tmp_path: Path) -> None:
     """Fails if a run without a metric leaves no text of its responses, or one has another prompt's answer."""
     settings = ("trainer.total_steps=2", "eval.every=1", "eval.metric=none", "rollout.n=3")
-    val = [replace(PROMPTS[0], answer="7"), replace(PROMPTS[1], answer=None)]
+    val = [msgspec.structs.replace(PROMPTS[0], answer="7"), msgspec.structs.replace(PROMPTS[1], answer=None)]
     make(tmp_path, World(), *settings, val=val).fit()
     found = written_texts(tmp_path)
     assert {step: [(s["text"], s["answer"], s["correct"]) for s in rows] for step, rows in found.items()} == {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
-from teacher_server.wire.payload import NO_ID, TopKScores
+from teacher_server.wire.table import NO_ID, TopKTable
 from tests.service.trivial_engine import (
     HIDDEN_SIZE,
     TrivialEngine,
@@ -74,7 +74,7 @@ def test_the_engine_returns_the_values_of_the_functions() -> None:
 def test_its_mass_target_shortens_rows() -> None:
     """Fails if no row is shortened by a mass target, or the tail omits the dropped entries."""
     scored = ENGINE.score([TokenSequence(TOKENS, 20)], ScoreParams("topk", k=16, mass=0.6))[0]
-    assert isinstance(scored, TopKScores) and scored.counts is not None
+    assert isinstance(scored, TopKTable) and scored.counts is not None
     counts = scored.counts
     assert 1 <= counts.min() < counts.max() <= 16
     mass = np.exp(scored.logprobs.astype(np.float64)).sum(-1)

@@ -57,12 +57,12 @@ from gkd.types import MicroBatch, Rollout
 from teacher_server.engines.base import RowStream, ScoreParams, TokenSequence, request_problem, stream_rows
 from teacher_server.engines.signals import CHUNK_BYTES, score_hidden
 from teacher_server.vision.processor import ImageProcessor
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.table import TopKTable
 
 log = get_logger("frozen")
 
-# Type by signal: topk: TopKScores; sampled: [M] float32; logits: [M, n_vocab], hidden: [M, H], float32 or float16.
-Table = TopKScores | np.ndarray
+# Type by signal: topk: TopKTable; sampled: [M] float32; logits: [M, n_vocab], hidden: [M, H], float32 or float16.
+Table = TopKTable | np.ndarray
 
 
 @contextmanager
@@ -375,7 +375,7 @@ def _tables(
         hidden = hidden.float()  # a stream of bfloat16 would be its bits
     scores = score_hidden(hidden, sequences, logits_of, params, vocab_size)
     step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocab_size))
-    return [s if isinstance(s, TopKScores | np.ndarray) else _whole(s, step) for s in scores]
+    return [s if isinstance(s, TopKTable | np.ndarray) else _whole(s, step) for s in scores]
 
 
 def _whole(stream: RowStream, step: int) -> np.ndarray:

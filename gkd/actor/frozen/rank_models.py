@@ -23,10 +23,10 @@ from gkd.data.scatter import map_selected
 from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
 from gkd.text.pair import TokenizerPair
-from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK
+from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.engines.base import ScoreParams
-from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import Signal, Wire
+from teacher_server.wire.table import TopKTable
 
 if TYPE_CHECKING:
     from gkd.actor.frozen.model import FrozenModel, Table
@@ -237,8 +237,8 @@ class LocalTeacher:
         """Return the scores of one sequence from its tables."""
         fields: dict[str, Any] = {}
         for params, table in zip(self._params, tables, strict=True):
-            if isinstance(table, TopKScores):
-                fields["topk"] = TeacherTopK(table.ids, table.logprobs, table.tail, table.counts)
+            if isinstance(table, TopKTable):
+                fields["topk"] = replace(table, sampled=None)
                 fields["sampled_logprobs"] = table.sampled
             else:
                 fields[SIGNAL_FIELDS[params.signal]] = table

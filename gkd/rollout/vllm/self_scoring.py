@@ -15,9 +15,10 @@ import numpy as np
 from gkd.data.score_checks import check_own
 from gkd.errors import ClusterError, TeacherError
 from gkd.rollout.vllm.engine import RolloutEngine
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.vision.vllm_input import image_input
 from teacher_server.wire.protocol import Signal
+from teacher_server.wire.table import TopKTable
 
 
 def self_scores(
@@ -103,4 +104,4 @@ def _teacher_scores(ids: np.ndarray, logprobs: np.ndarray, *, with_sampled: bool
     sampled = np.ascontiguousarray(logprobs[:, 0]) if with_sampled else None
     if ids.shape[1] == 1:
         return TeacherScores(sampled_logprobs=sampled)
-    return TeacherScores(TeacherTopK.without_tail(ids[:, 1:], logprobs[:, 1:]), sampled)
+    return TeacherScores(TopKTable.without_tail(ids[:, 1:], logprobs[:, 1:]), sampled)

@@ -1,38 +1,34 @@
-"""Client of the teacher server, a `gkd.scoring.teacher.teacher.Teacher`.
+"""A teacher of the teacher server, a `gkd.scoring.teacher.teacher.Teacher`.
 
-    ZmqTeacher -> requests         build a request; check the replies
-               -> exchange         one thread: window of requests in flight, resends
-               -> link, outage     connection and heartbeats; when to give up
-
-Thread-safe. Imports numpy and zmq, but not torch.
+`teacher_server.client` sends and checks the requests; this module converts rollouts to requests, and replies to scores.
+Imports numpy, but not torch.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import numpy as np
 
 from gkd.config.schema_teacher import TeacherConfig
+from gkd.data.score_checks import check_own
 from gkd.errors import ConfigError
-from gkd.scoring.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.scoring.teacher.info import TeacherInfo
-from gkd.scoring.teacher.link import TeacherLink
-from gkd.scoring.teacher.outage import OutageClock
-from gkd.scoring.teacher.requests import (
-    DescriptionRequest,
-    MatrixRequest,
-    PendingRequest,
-    RequestSettings,
-    ScoresRequest,
-    T,
-)
 from gkd.types import Rollout, TeacherHealth, TeacherScores
-from teacher_server.wire.protocol import Signal, Wire
+from teacher_server.client.client import Advice, Client, ClientStats, OnScored
+from teacher_server.client.connection import Connection
+from teacher_server.client.outage import OutageClock
+from teacher_server.client.requests import InfoCall, MatrixCall, NamedSequence, RequestSettings, ScoreCall, Scored
+from teacher_server.errors import ServerError
+from teacher_server.wire.protocol import InfoReply, Signal, Wire
+from teacher_server.wire.table import TopKTable
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -72,14 +68,25 @@ class ZmqTeacher:
         on_scored: OnScored | None = None,
         units: np.ndarray | None = None,
     ) -> None:
-        wire, resend_s = cast(Wire, teacher.wire), teacher.request_timeout_s
+        wire = cast(Wire, teacher.wire)
+        resend_s = teacher.request_timeout_s
         self._settings = RequestSettings(teacher.name, k, teacher.temperature, n_vocab, wire, resend_s, units)
         self._info: TeacherInfo | None = None
-        budget_s = teacher.outage_budget_s if outage_budget_s is None else outage_budget_s
-        clock = OutageClock(outage_budget_s=budget_s, stall_budget_s=budget_s + resend_s)
-        link = TeacherLink(teacher.server_ip, teacher.server_port, clock, load_keys(teacher.keys))
-        self._exchange = Exchange(
-            link, n_in_flight=n_in_flight, max_waiting=max_waiting, fingerprint=fingerprint, on_scored=on_scored
+        self._budget_s = teacher.outage_budget_s if outage_budget_s is None else outage_budget_s
+        clock = OutageClock(outage_budget_s=self._budget_s, stall_budget_s=self._budget_s + resend_s)
+        keys = load_keys(teacher.keys)
+        try:
+            connection = Connection(f"tcp://{teacher.server_ip}:{teacher.server_port}", clock, keys)
+        except ServerError as error:
+            fix = "use a host name or an IPv4 address."
+            raise ConfigError("teacher.server_ip", teacher.server_ip, str(error), fix) from error
+        self._client = Client(
+            connection,
+            Advice(server_command(teacher.server_ip, teacher.server_port), "teacher.keys"),
+            n_in_flight=n_in_flight,
+            max_waiting=max_waiting,
+            fingerprint=fingerprint,
+            on_scored=on_scored,
         )
 
     def __enter__(self) -> ZmqTeacher:
@@ -90,20 +97,24 @@ class ZmqTeacher:
 
     def close(self) -> None:
         """Fail all pending requests and close, without waiting for the server. Idempotent."""
-        self._exchange.close()
+        self._client.close()
 
     @property
     def stats(self) -> ClientStats:
         """Return the live counters of this client."""
-        return self._exchange.stats
+        return self._client.stats
 
     def health(self) -> TeacherHealth:
         """See `Teacher.health`."""
-        return self._exchange.health()
+        client = self._client
+        return TeacherHealth(client.silent_s, self._budget_s, client.n_in_flight, client.n_workers, client.n_queued)
 
     def info(self) -> TeacherInfo:
         """See `Teacher.info`; blocks until the server has loaded a model or the outage budget is spent."""
-        self._info = self._send(DescriptionRequest(self._settings.teacher)).result()
+        reply: InfoReply = self._client.submit(InfoCall(self._settings.teacher)).result()
+        content = msgspec.structs.asdict(reply)
+        del content["request_id"]
+        self._info = TeacherInfo(fingerprint=content.pop("model_fingerprint"), is_server=True, **content)
         return self._info
 
     def submit(
@@ -113,43 +124,66 @@ class ZmqTeacher:
 
         Blocks only while `max_waiting` requests wait in the client.
         """
+        sequences = [sequence_of(rollout) for rollout in rollouts]
         if signals[0] in ("hidden", "logits"):
-            return self._submit_rows(rollouts[0], signals[0])
+            return self._submit_rows(sequences, signals[0])
         topk = "topk" in signals
-        message = self._settings.for_rollouts(
-            rollouts,
+        message = self._settings.score(
+            sequences,
             "topk" if topk else "sampled",
             k=self._settings.k if topk else 0,
             mass=mass if topk else 0.0,
             with_sampled=topk and "sampled" in signals,
         )
-        return self._send(ScoresRequest(message, self._vocab_size()))
+        return self._client.submit(ScoreCall(message, self._vocab_size(), _scores_of))
 
-    def _submit_rows(self, rollout: Rollout, signal: Signal) -> Future[list[TeacherScores]]:
-        message = self._settings.for_rollouts([rollout], signal)
-        n_columns, dtype = self._vocab_size(), np.float16 if self._settings.wire == "fp16" else np.float32
+    def _submit_rows(self, sequences: Sequence[NamedSequence], signal: Signal) -> Future[list[TeacherScores]]:
+        message = self._settings.score(sequences[:1], signal)
+        dtype: type[np.floating] = np.float16 if self._settings.wire == "fp16" else np.float32
+        n_columns = self._vocab_size()
         if signal == "hidden":
-            n_columns, dtype = (self._info or self.info()).hidden_size, np.float32
-        shape = message.header.n_rows, n_columns
-        return self._send(MatrixRequest(message, shape, self._exchange.acknowledge, partial(_scores, signal), dtype))
+            dtype = np.float32
+            n_columns = (self._info or self.info()).hidden_size
+        shape = (sequences[0].n_rows, n_columns)
+        return self._client.submit(MatrixCall(message, shape, partial(_rows_of, signal), dtype))
 
     def lm_head(self) -> np.ndarray:
         """See `Teacher.lm_head`."""
         info = self._info or self.info()
-        message, shape = self._settings.for_head(), (info.vocab_size, info.hidden_size)
-        return self._send(MatrixRequest(message, shape, self._exchange.acknowledge, np.asarray)).result()
+        shape = (info.vocab_size, info.hidden_size)
+        return self._client.submit(MatrixCall(self._settings.head(), shape)).result()
 
     def _vocab_size(self) -> int:
         """Return the upper bound of token ids; asks the server once if `n_vocab` is 0."""
         return self._settings.n_vocab or (self._info or self.info()).vocab_size
 
-    def _send(self, request: PendingRequest[T]) -> Future[T]:
-        self._exchange.submit(request)
-        return request.future
+
+def sequence_of(rollout: Rollout) -> NamedSequence:
+    """Return what the teacher scores of a rollout. Raises TeacherError: `own` marks no token."""
+    name = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
+    sent = rollout.for_teacher()
+    check_own(sent, name)
+    return NamedSequence(name, sent.prompt_ids, sent.response_ids, sent.own, sent.top_ids, sent.images)
 
 
-def _scores(signal: str, rows: np.ndarray) -> list[TeacherScores]:
+def _scores_of(scored: list[Scored]) -> list[TeacherScores]:
+    return [
+        TeacherScores(replace(each, sampled=None), each.sampled)
+        if isinstance(each, TopKTable)
+        else TeacherScores(sampled_logprobs=each)
+        for each in scored
+    ]
+
+
+def _rows_of(signal: str, rows: np.ndarray) -> list[TeacherScores]:
     return [TeacherScores(hidden=rows) if signal == "hidden" else TeacherScores(logits=rows)]
+
+
+def server_command(host: str, port: int) -> str:
+    """Return the command of a server at an address, as the user typed that of the trainer: gkd, or launch/*.sh."""
+    typed = os.environ.get("GKD_COMMAND", "")
+    command = re.sub(r"\btrain(?=(\.sh)?'?$)", "teacher", typed)
+    return f"{command if command != typed else 'gkd teacher'} --model PATH --host {host} --port {port}"
 
 
 def load_keys(folder: str) -> PeerKeys | None:

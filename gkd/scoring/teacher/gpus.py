@@ -14,9 +14,8 @@ from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.config.schema import Config, Route
 from gkd.errors import ConfigError
 from gkd.log import get_logger
-from gkd.scoring.teacher.client import load_keys
-from gkd.scoring.teacher.link import server_command
-from teacher_server.cli.admin_link import AdminLink
+from gkd.scoring.teacher.client import load_keys, server_command
+from teacher_server.client.admin import AdminLink
 from teacher_server.errors import ServerError
 from teacher_server.wire.status import ServerStatus
 

@@ -31,8 +31,8 @@ from gkd.data.score_checks import check_own
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.scoring.teacher.http_forms import Asked, model_of, request_of, scores_of, tokens_of
 from gkd.scoring.teacher.info import Probe, TeacherInfo
-from gkd.scoring.teacher.outage import OutageClock
 from gkd.types import Rollout, TeacherHealth, TeacherScores
+from teacher_server.client.outage import OutageClock
 from teacher_server.wire.protocol import MAX_ID, Signal
 
 IN_FLIGHT = 32  # sequences, without teacher.max_in_flight: these servers announce no number
@@ -252,11 +252,11 @@ class HttpTeacher:
             self._trouble = f"{url}: {_cause(error)}"
 
     def _unavailable(self, problem: str) -> TeacherUnavailable:
-        last = f"{self._clock.silent_s:.1f} s ago" if self._clock.ever_heard else "never"
         trouble = f" Last error: {self._trouble}." if self._trouble else ""
         return TeacherUnavailable(
-            f"teacher {', '.join(self._urls)}: {problem} (last reply: {last}); pending: {len(self._pending)} requests."
-            f"{trouble} Fix: start the server, or raise teacher.request_timeout_s if sequences take longer"
+            f"teacher {', '.join(self._urls)}: {problem} (last reply: {self._clock.last_heard}); pending: "
+            f"{len(self._pending)} requests.{trouble} Fix: "
+            "start the server, or raise teacher.request_timeout_s if sequences take longer"
         )
 
     async def _score(self, asked: Sequence[Asked]) -> list[TeacherScores]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from gkd.data.score_checks import Rows, check_logprobs, validate_topk
 from gkd.errors import TeacherError
-from gkd.types import TeacherScores, TeacherTopK
+from gkd.types import TeacherScores
+from teacher_server.wire.table import Rows, TopKTable, check_logprobs, check_topk
 
 _FLOOR = -9999.0  # vLLM writes it for minus infinity and NaN, which JSON does not have
 _SAME = 1e-3  # nats between the two places at which SGLang lists the logprob of one token
@@ -123,17 +123,17 @@ def scores_of(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> TeacherS
 
     Raises:
         TeacherError: naming the sequence: the reply is not in the dialect's form, a row or a token is missing or at
-            another place, or the numbers fail `validate_topk` or `check_logprobs`.
+            another place, or the numbers fail `check_topk` or `check_logprobs`.
     """
     try:
         ids, *tables = _tables(dialect, body, asked, n_vocab)
         logprobs, sampled = (np.where(each <= _FLOOR, np.float32(-np.inf), each) for each in tables)
-        table = TeacherTopK.without_tail(ids, logprobs) if asked.k else None
+        table = TopKTable.without_tail(ids, logprobs) if asked.k else None
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise TeacherError(f"{asked.name}: the reply is not in the form of {dialect}: {error}") from error
     rows = Rows((asked.name,), (len(asked.rows),), (asked.own,))
     if table is not None:
-        validate_topk(table, n_vocab, rows)
+        check_topk(table, n_vocab, rows)
     if asked.with_sampled:
         check_logprobs(rows, sampled)
     return TeacherScores(table, sampled if asked.with_sampled else None)

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,9 +28,8 @@ from gkd.config.schema import Derived
 from gkd.config.schema_teacher import HTTP, TeacherConfig
 from gkd.errors import CheckpointError, ConfigError
 from gkd.log import get_logger
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.payload import (
-    TopKScores,
     cut_planes,
     mark_own,
     pack_sampled,
@@ -227,7 +227,7 @@ def packed(rollout: Rollout, scores: TeacherScores, wire: Wire) -> bytes:
     else:
         table, sampled = scores.topk, scores.sampled_logprobs
         counts = None if table is None else table.counts
-        k = 0 if table is None else table.topk_ids.shape[1]
+        k = 0 if table is None else table.ids.shape[1]
         header = ScoreReply(
             signal="topk" if k else "sampled",
             k=k,
@@ -238,8 +238,7 @@ def packed(rollout: Rollout, scores: TeacherScores, wire: Wire) -> bytes:
             **common,
         )
         if table is not None:
-            rows = TopKScores(table.topk_ids, table.topk_logprobs, table.tail_mass, counts, sampled)
-            frames = pack_topk(rows, header)
+            frames = pack_topk(replace(table, sampled=sampled), header)
         else:
             assert sampled is not None, "scores have at least one table"
             frames = pack_sampled(sampled, header)
@@ -264,8 +263,8 @@ def unpacked(body: bytes, rollout: Rollout) -> TeacherScores:
         frames = split_frames(score_planes(header), rest)
         if header.signal == "sampled":
             return TeacherScores(sampled_logprobs=unpack_sampled(header, frames))
-        found = unpack_topk(header, frames)
-        return TeacherScores(TeacherTopK(found.ids, found.logprobs, found.tail, found.counts), found.sampled)
+        table = unpack_topk(header, frames)
+        return TeacherScores(replace(table, sampled=None), table.sampled)
     except (ProtocolError, struct.error) as error:
         raise CheckpointError(str(error)) from error
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from gkd.config.schema_teacher import HTTP, TeacherConfig
 from gkd.scoring.teacher.client import ZmqTeacher
-from gkd.scoring.teacher.exchange import OnScored
 from gkd.scoring.teacher.info import Probe, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
+from teacher_server.client.client import OnScored
 from teacher_server.wire.protocol import Signal
 
 

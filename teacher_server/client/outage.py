@@ -1,7 +1,5 @@
 """Detect an outage: a clock that counts only time in which the client waited for the server.
 
-After an outage the client raises `TeacherUnavailable`; `gkd.run.failure_policy` decides what the run saves then.
-
 After SIGSTOP, a suspend or a breakpoint, the client's loop finds that minutes have passed. The server is not to blame
 for them, so one iteration of the loop counts for at most half a second.
 """
@@ -9,9 +7,6 @@ for them, so one iteration of the loop counts for at most half a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-from gkd.types import TeacherHealth
 
 _MAX_TICK_S = 0.5
 
@@ -27,9 +22,11 @@ class OutageClock:
     def __init__(self, *, outage_budget_s: float, stall_budget_s: float) -> None:
         self.now_s = 0.0  # advances only in `tick`
         self.ever_heard = False
-        self.outage_budget_s, self._stall_budget_s = outage_budget_s, stall_budget_s
+        self.outage_budget_s = outage_budget_s
+        self._stall_budget_s = stall_budget_s
         self._ticked_s = time.monotonic()
-        self._heard_s = self._progress_s = 0.0
+        self._heard_s = 0.0
+        self._progress_s = 0.0
 
     def tick(self) -> None:
         """Advance the clock; called in each iteration of the loop."""
@@ -40,11 +37,13 @@ class OutageClock:
     def restart(self) -> None:
         """Start both budgets now: a first request is pending."""
         self.tick()
-        self._heard_s = self._progress_s = self.now_s
+        self._heard_s = self.now_s
+        self._progress_s = self.now_s
 
     def heard(self) -> None:
         """Note that a message of the server arrived."""
-        self._heard_s, self.ever_heard = self.now_s, True
+        self._heard_s = self.now_s
+        self.ever_heard = True
 
     def progressed(self) -> None:
         """Note that the server returned scores, or that it is not responsible for the wait."""
@@ -54,6 +53,11 @@ class OutageClock:
     def silent_s(self) -> float:
         return self.now_s - self._heard_s
 
+    @property
+    def last_heard(self) -> str:
+        """Return when the last message arrived, for errors."""
+        return f"{self.silent_s:.1f} s ago" if self.ever_heard else "never"
+
     def problem(self) -> str:
         """Return a description of the exceeded budget; empty if none is exceeded."""
         stalled_s = self.now_s - self._progress_s
@@ -62,22 +66,3 @@ class OutageClock:
         if stalled_s > self._stall_budget_s:
             return f"the server is alive but returned no scores for {stalled_s:.1f} s"
         return ""
-
-
-def merged(healths: Sequence[TeacherHealth]) -> TeacherHealth | None:
-    """Return the health by all of these clients: the longest silence and its route, and the sum of their requests."""
-    if not healths:
-        return None
-    silent = max(healths, key=lambda health: health.silent_s)
-    newest: dict[str, TeacherHealth] = {}
-    for health in healths:
-        known = newest.get(health.route, health)
-        newest[health.route] = min(known, health, key=lambda each: each.silent_s)
-    return TeacherHealth(
-        silent.silent_s,
-        silent.budget_s,
-        sum(health.n_in_flight for health in healths),
-        sum(health.n_workers for health in newest.values()),
-        sum(health.n_queued for health in newest.values()),
-        silent.route if len(newest) == 1 or silent.silent_s else "",
-    )

@@ -1,6 +1,6 @@
-"""Connection of the client to the server: one DEALER socket, heartbeats, and detection of lost messages.
+"""Connection of a client to a broker: one DEALER socket, heartbeats, and detection of lost messages.
 
-Reports connection events; `gkd.scoring.teacher.exchange` decides what to resend. Not thread-safe, except for `wake`.
+Reports events; `teacher_server.client.client` decides what to send again. Not thread-safe, except for `wake`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from gkd.errors import ConfigError, TeacherUnavailable
-from gkd.scoring.teacher.outage import OutageClock
+from teacher_server.client.outage import OutageClock
+from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import (
     ID_BYTES,
     Buffer,
@@ -40,21 +39,17 @@ _REOPEN_S = 0.5  # delay after a disconnect that ZMQ does not repair
 _BURST = 64  # messages read per `listen`
 _GOODBYE_MS = 200  # limit of the wait for the last cancellations to be sent
 
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_CONNECT_DELAYED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_RECONNECTING = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+# CLOSED: an attempt to connect has failed, for example because the port is closed.
+_EVENTS = _RECONNECTING | _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
-Message = tuple[ServerMessage, list[Buffer]]
+Message = tuple[ServerMessage, list[Buffer]]  # a header and its frames
 
 
-class LinkEvents(NamedTuple):
+class Events(NamedTuple):
     """Result of one `listen`."""
 
     messages: list[Message]  # without heartbeats
@@ -63,29 +58,40 @@ class LinkEvents(NamedTuple):
     doubtful: bool  # messages may be lost: a silence ended, or a message was unreadable
 
 
-class TeacherLink:
+class Connection:
     """One connection, reestablished whenever it breaks.
 
     Args:
+        endpoint: tcp://HOST:PORT
+        clock: its silence is that of the server.
         keys: encrypt and authenticate the server; None disables encryption.
+        zmtp_heartbeats: close the connection to a server that is stopped or unreachable, to reconnect sooner.
 
     Raises:
-        ConfigError: the address is invalid.
+        ServerError: the address is invalid.
     """
 
-    def __init__(self, server_ip: str, server_port: int, clock: OutageClock, keys: PeerKeys | None) -> None:
-        self.address = f"tcp://{server_ip}:{server_port}"
+    def __init__(
+        self, endpoint: str, clock: OutageClock, keys: PeerKeys | None, *, zmtp_heartbeats: bool = True
+    ) -> None:
+        self.endpoint = endpoint
         self.clock = clock
-        self.connected = False
-        self.trouble = ""  # last error reply or unreadable message, for the error text
+        self.has_keys = keys is not None
+        self.is_open = False
+        self.was_reached = False  # a TCP connection was established
+        self.is_unreachable = False  # the first attempt to connect has failed
+        self.n_broken = 0  # connections that broke after their handshake
+        self.handshake_failure = 0  # ZMQ's event of the last handshake, if it failed
+        self.trouble = ""  # last unreadable message, or what the caller notes, for errors
         self.n_unreadable = 0
         self.n_server_restarts = 0
-        self.n_workers = self.n_queued = 0  # the server's numbers in its last heartbeat
-        self._server_ip, self._server_port, self._keys = server_ip, server_port, keys
-        self._refused = ""  # reason of the last failed handshake
-        self._n_connections = 0  # established since the start
+        self.epoch = b""  # the server's process; empty before its first heartbeat
+        self.n_workers = 0  # the server's number in its last heartbeat
+        self.n_queued = 0  # likewise
+        self._keys = keys
+        self._zmtp_heartbeats = zmtp_heartbeats
+        self._n_opened = 0  # connections established since the start
         self._gone_s: float | None = None  # time of a disconnect after which ZMQ does not reconnect
-        self._epoch = b""
         self._pong_on_this_connection = False
         self._next_ping_s = 0.0
         self._ping_s = min(_PING_S, clock.outage_budget_s / 4)
@@ -99,13 +105,13 @@ class TeacherLink:
             self._open()
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(
-                "teacher.server_ip", server_ip, str(error), "use a host name or an IPv4 address."
-            ) from error
+            raise ServerError(f"{endpoint.removeprefix('tcp://')}: {error.strerror}.") from error
 
     def _open(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         set_common_options(self._socket)
+        if not self._zmtp_heartbeats:
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
         self._socket.setsockopt(zmq.IDENTITY, self._identity)
         # Send only while connected: otherwise resends would accumulate in the socket.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -123,12 +129,12 @@ class TeacherLink:
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, self._wakened):
             self._poller.register(source, zmq.POLLIN)
-        self._socket.connect(self.address)
+        self._socket.connect(self.endpoint)
 
     def close(self) -> None:
         """Close; waits at most 0.2 s for queued messages, and only while connected. Idempotent."""
-        self._context.destroy(linger=_GOODBYE_MS if self.connected else 0)
-        self.connected = False
+        self._context.destroy(linger=_GOODBYE_MS if self.is_open else 0)
+        self.is_open = False
         self._waker.close()
         self._wakened.close()
 
@@ -137,9 +143,8 @@ class TeacherLink:
         with contextlib.suppress(OSError):  # full: the reader will wake anyway; closed: nothing to wake
             self._waker.send(b"\0")
 
-    def begin(self) -> None:
-        """Start the budgets and send a heartbeat: a first request is pending."""
-        self.clock.restart()
+    def ping_now(self) -> None:
+        """Send a heartbeat with the next `listen`."""
         self._next_ping_s = self.clock.now_s
 
     def send(self, frames: Sequence[Buffer]) -> bool:
@@ -150,7 +155,7 @@ class TeacherLink:
             return False
         return True
 
-    def listen(self, timeout_s: float | None) -> LinkEvents:
+    def listen(self, timeout_s: float | None) -> Events:
         """Wait for at most `timeout_s` and return what happened; None waits without limit and without heartbeats."""
         if timeout_s is not None and self.clock.now_s >= self._next_ping_s:
             self._ping()
@@ -158,17 +163,17 @@ class TeacherLink:
         self.clock.tick()
         if self._wakened.fileno() in ready:
             self._wakened.recv(4096)
-        n_connections = self._n_connections
+        n_opened = self._n_opened
         if self._monitor in ready:
             self._watch_connection()
-        connected = self._n_connections > n_connections
-        lost = connected and self._n_connections > 1
+        connected = self._n_opened > n_opened
+        lost = connected and self._n_opened > 1
         if self._gone_s is not None and self.clock.now_s - self._gone_s > _REOPEN_S:
             self._reopen()
         elif self._socket in ready:
             messages, restarted, doubtful = self._read()
-            return LinkEvents(messages, connected, lost or restarted, doubtful)
-        return LinkEvents([], connected, lost, False)
+            return Events(messages, connected, lost or restarted, doubtful)
+        return Events([], connected, lost, False)
 
     def _ping(self) -> None:
         self.send([requests.encode(Ping())])
@@ -177,7 +182,8 @@ class TeacherLink:
     def _read(self) -> tuple[list[Message], bool, bool]:
         """Return (messages, the server restarted, messages may be lost)."""
         messages: list[Message] = []
-        restarted, unreadable = False, self.n_unreadable
+        n_unreadable = self.n_unreadable
+        restarted = False
         silence_ended = False
         for _ in range(_BURST):
             try:
@@ -194,73 +200,65 @@ class TeacherLink:
             self.clock.heard()
             if isinstance(header, Pong):
                 restarted = self._note_epoch(header) or restarted
-                self.n_workers, self.n_queued = header.n_workers, header.n_queued
+                self.n_workers = header.n_workers
+                self.n_queued = header.n_queued
             else:
                 messages.append((header, [frame.buffer for frame in frames]))
-        return messages, restarted, silence_ended or self.n_unreadable > unreadable
+        return messages, restarted, silence_ended or self.n_unreadable > n_unreadable
 
     def _note_epoch(self, pong: Pong) -> bool:
         """Return whether the server restarted behind the same connection, as behind a proxy."""
-        first, self._pong_on_this_connection = not self._pong_on_this_connection, True
-        changed = self._epoch not in (b"", pong.epoch)
+        is_first = not self._pong_on_this_connection
+        self._pong_on_this_connection = True
+        changed = self.epoch not in (b"", pong.epoch)
         self.n_server_restarts += changed
-        self._epoch = pong.epoch
-        return changed and not first
-
-    # Connection
+        self.epoch = pong.epoch
+        return changed and not is_first
 
     def _watch_connection(self) -> None:
         """Process ZMQ's connection events."""
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
+            event = int(recv_monitor_message(self._monitor)["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected, self._n_connections = True, self._n_connections + 1
+                self.is_open = True
+                self._n_opened += 1
                 self._pong_on_this_connection = False
-                self._refused, self._gone_s = "", None
+                self.handshake_failure = 0
+                self._gone_s = None
                 self._ping()  # first message, so that a new epoch is known before a new server's replies
             elif event == zmq.EVENT_DISCONNECTED:
-                self.connected, self._gone_s = False, self.clock.now_s
-            elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED):
+                self.n_broken += self.is_open
+                if not self.is_open:
+                    self.handshake_failure = self.handshake_failure or event
+                self.is_open = False
+                self._gone_s = self.clock.now_s
+            elif event == zmq.EVENT_CLOSED:
+                self.is_unreachable = not self.was_reached
+            elif event & _RECONNECTING:
+                self.was_reached = self.was_reached or event == zmq.EVENT_CONNECTED
                 self._gone_s = None
             else:
-                self._refused = self._explain_refusal(event)
+                self.handshake_failure = event
 
     def _reopen(self) -> None:
         """Open a new socket: ZMQ does not reconnect after a refused key, an oversize frame or an invalid ZMTP byte."""
-        self._gone_s, self.connected = None, False
+        self._gone_s = None
+        self.is_open = False
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._open()
 
-    def _explain_refusal(self, event: int) -> str:
-        if self._keys is None:
-            return "the server requires a key (set teacher.keys), or another service uses this port"
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return "the server refuses the key in teacher.keys; check the server's allow-list"
-        return "the server's key differs from server.key in teacher.keys, or the server uses no keys"
-
-    def unavailable(self, pending: str) -> TeacherUnavailable | None:
-        """Return the error if a budget is exceeded, else None.
+    def refusal(self, keys_setting: str) -> str:
+        """Return why the handshake failed, for errors; empty if it did not fail, or no cause is known.
 
         Args:
-            pending: what the caller waits for, for the message: ``12 sequences``.
+            keys_setting: the caller's name of the keys, e.g. ``teacher.keys``.
         """
-        problem = self.clock.problem()
-        if not problem:
-            return None
-        last = f"{self.clock.silent_s:.1f} s ago" if self.clock.ever_heard else "never"
-        refused = f" Handshake failed: {self._refused}." if self._refused else ""
-        trouble = f" Last error: {self.trouble}." if self.trouble else ""
-        fix = server_command(self._server_ip, self._server_port)
-        if self._refused:  # a server is there
-            fix = "set teacher.keys to the bundle that its keygen made, or leave it empty if the server has no --keys"
-        told = f"{problem} (last message: {last}); pending: {pending}.{refused}{trouble} Fix: {fix}"
-        return TeacherUnavailable(f"teacher {self.address}: {told}")
-
-
-def server_command(host: str, port: int) -> str:
-    """Return the command of a server at an address, as the user typed that of the trainer: gkd, or launch/*.sh."""
-    typed = os.environ.get("GKD_COMMAND", "")
-    command = re.sub(r"\btrain(?=(\.sh)?'?$)", "teacher", typed)
-    return f"{command if command != typed else 'gkd teacher'} --model PATH --host {host} --port {port}"
+        if not self.handshake_failure & _HANDSHAKE_FAILED:
+            return ""
+        if not self.has_keys:
+            return f"the server requires a key (set {keys_setting}), or another service uses this port"
+        if self.handshake_failure == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return f"the server refuses the key in {keys_setting}; check the server's allow-list"
+        return f"the server's key differs from server.key in {keys_setting}, or the server uses no keys"
