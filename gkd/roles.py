@@ -21,6 +21,7 @@ from gkd.types import (
     ProcessSpans,
     Prompt,
     Recording,
+    ResponseLimits,
     RolloutChunk,
     RolloutUsage,
     Sample,
@@ -68,11 +69,19 @@ class MovableStates(Protocol):
 
 class RolloutRole(MovableStates, Protocol):
     def generate(
-        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        prompt_indices: Sequence[int],
+        n: int,
+        temperature: float,
+        seed: int,
+        limits: ResponseLimits | None = None,
     ) -> Iterator[RolloutChunk]:
         """Yield chunks in order of completion. A prompt's index determines the data-parallel group of its rollouts.
 
         Args:
+            limits: None: those of the settings.
             prompt_indices: index of each prompt in the whole batch.
             n: samples per prompt.
         """

@@ -50,6 +50,14 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseLimits:
+    """Limits of the responses of a batch."""
+
+    tokens: int
+    turns: int  # with an environment
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Response tokens [start, stop) were generated with the student weights `policy_version`."""
 
@@ -76,7 +84,9 @@ class Rollout:
     on_policy: bool = True  # False: the response is from the dataset
     route: int = 0  # the prompt's route
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
-    advantage: float | None = None  # computed from the reward; added on the training ranks if the loss needs it
+    # Computed from the rewards of the batch, and added on the training ranks.
+    advantage: float | None = None
+    factor: float = 1.0  # of its loss, see distill.response_weight
     top_ids: np.ndarray | None = None  # [M, G] int32, the student's most probable ids, for distill.support; on-policy
     own: np.ndarray | None = None  # [R] bool, the student's own tokens, at least one; None means all
     reward: float | None = None  # the environment's; None: it gives none
@@ -314,7 +324,8 @@ class ScoredChunk:
     reference: Any = None
     # [n_sequences, functions] float64, see `gkd.scoring.reward`; NaN: unknown, see `Undecided`. None: not judged.
     rewards: np.ndarray | None = None
-    advantages: np.ndarray | None = None  # [n_sequences] float32; None: the loss has no rewards
+    # [n_sequences, 2] float32, `Rollout.advantage` and `Rollout.factor`; None: no setting needs them.
+    numbers: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

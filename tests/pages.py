@@ -14,7 +14,7 @@ from pathlib import Path
 from gkd.config.declare import Key
 from gkd.config.foreign_keys import tables as old_names
 from gkd.config.schema_sections import all_keys
-from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
+from gkd.metrics.catalog import DOTTED, FUNCTION, KEY, NAME, NUMBER, PLACEHOLDERS
 from teacher_server.config.declare import Declared
 from tests.gpu.page import section
 from tests.structure import ROOT
@@ -82,6 +82,7 @@ def _values(name: str) -> str:
             NAME: "a name in `teacher.routes`",
             FUNCTION: "a function of `reward.functions`, without its module",
             NUMBER: "a number",
+            KEY: "a key of `trainer.schedules`",
         }[values]
     return ", ".join(
         "`package.module.function` for a function of your own" if value == DOTTED else f"`{value}`" for value in values

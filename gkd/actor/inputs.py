@@ -28,7 +28,7 @@ class ChunkInputs:
     # [R] float32 of each sequence, or None for one that is not trained on; a chunk's last ones may be left out. Empty
     # where `scores` are, and without a reference.
     reference: Sequence[list[np.ndarray | None]] = ()
-    advantages: Sequence[bytes] = ()  # float32 of the group's sequences; empty means the loss has no rewards
+    numbers: Sequence[bytes] = ()  # numbers of the group's sequences, as in `ScoredChunk`; empty: none needed
 
     @classmethod
     def of_parts(cls, parts: Sequence[GroupPart], layout: ParallelLayout) -> Self:
@@ -40,21 +40,21 @@ class ChunkInputs:
             [chunk.rollouts.ref for chunk in chunks],
             [chunk.ref for chunk in scored],
             [chunk.reference for chunk in scored if chunk.reference is not None],
-            [part.advantages for part in parts if part.advantages is not None],
+            [part.numbers for part in parts if part.numbers is not None],
         )
 
     def to_args(self) -> list[Any]:
         """Return the arguments of a Ray call. Ray resolves a handle only if it is an argument, not a part of one."""
         lists = (self.rollouts, self.scores, self.reference)
-        return [(self.indices, self.advantages, [len(of_kind) for of_kind in lists]), *chain(*lists)]
+        return [(self.indices, self.numbers, [len(of_kind) for of_kind in lists]), *chain(*lists)]
 
     @classmethod
     def of_args(cls, head: tuple[Any, ...], *lists: list[Any]) -> Self:
         """Return the inputs whose `to_args` were passed; Ray has resolved the handles."""
-        indices, advantages, sizes = head
+        indices, numbers, sizes = head
         rest = iter(lists)
         rollouts, scores, reference = ([*islice(rest, size)] for size in sizes)
-        return cls(indices, rollouts, scores, reference, advantages)
+        return cls(indices, rollouts, scores, reference, numbers)
 
     def scores_with_reference(self) -> Sequence[list[TeacherScores]]:
         """Return the scores of each chunk with the reference logprobs of the same sequences.

@@ -26,9 +26,9 @@ from gkd.actor.inputs import ChunkInputs
 from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.startup import WATCH
 from gkd.config.check_values import listed_steps
-from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
+from gkd.data.batching import check_batch, make_micro_batches, token_records, trained_on
 from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers, without_targets
-from gkd.data.scatter import map_selected, select, with_advantages
+from gkd.data.scatter import map_selected, select, with_numbers
 from gkd.errors import CheckpointError
 from gkd.log import get_logger
 from gkd.memory.states import OPTIMIZER, PARAMS
@@ -306,7 +306,7 @@ class ActorWorker(ActorRank):
 
         Args:
             args: `ChunkInputs.to_args`.
-            skip_first: tokens of each response that carry no loss; a sequence without others is left out.
+            skip_first: tokens of each response that carry no loss, see `trained_on`.
 
         Raises:
             DataError, TeacherError: a sequence of some rank is invalid, see `check_batch`; the same error on all ranks.
@@ -315,8 +315,8 @@ class ActorWorker(ActorRank):
         with same_error(self._device):
             scored = inputs.scores_with_reference() if self._layout.is_last_stage else None
             rollouts, scores = select(inputs.indices, inputs.rollouts, scored)
-            if inputs.advantages:
-                rollouts = with_advantages(rollouts, inputs.advantages)
+            if inputs.numbers:
+                rollouts = with_numbers(rollouts, inputs.numbers)
             check_batch(
                 rollouts,
                 scores,
@@ -328,7 +328,7 @@ class ActorWorker(ActorRank):
                 with_reference=with_reference,
                 with_values=bool(self._config.teacher.kind.pool),  # servers' scores were checked where they arrived
             )
-            rollouts, scores = without_first(rollouts, scores, skip_first)
+            rollouts, scores = trained_on(rollouts, scores, skip_first)
             batches = make_micro_batches(
                 rollouts,
                 scores,
@@ -341,11 +341,11 @@ class ActorWorker(ActorRank):
 
     def _weighted(self, batches: MicroBatches, rollouts: list[Rollout]) -> tuple[MicroBatches, dict[str, float]]:
         """Return the micro-batches weighed by distill.normalize, and the sizes of the routes. Collective."""
-        normalize, routes = self._config.distill.normalize, self._config.derived.routes
-        if normalize == "token" and not routes[0].name:
+        distill, routes = self._config.distill, self._config.derived.routes
+        if distill.normalize == "token" and distill.response_weight == "none" and not routes[0].name:
             return batches, {}
         counts = self._student.sum_over_groups(torch.from_numpy(route_counts(rollouts, len(routes)))).cpu().numpy()
-        weights = sequence_weights(rollouts, counts, routes, normalize)
+        weights = sequence_weights(rollouts, counts, routes, distill.normalize)
         return replace(batches, weights=weights), size_numbers(counts, routes)
 
 

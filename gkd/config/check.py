@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from gkd.config.check_values import check_values, template_parts
 from gkd.config.declare import function_name, is_path
 from gkd.config.relations import check_relations
+from gkd.config.schedule import LOSSES, OF_ROLLOUTS, REWARD_WEIGHT, points_problem
 from gkd.config.schema import ENGINE_RANKS, Config, Derived, Route
 from gkd.config.schema_actor import BACKENDS as STUDENT_BACKENDS
-from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC
+from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, STREAM
 from gkd.config.schema_teacher import BACKENDS, DIVERGENCES, HTTP
 from gkd.errors import ConfigError
 
@@ -141,6 +142,9 @@ def check_reward(config: Config) -> None:
         raise ConfigError("reward.functions", paths, "two functions have the same name.", "name each once.")
     if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
         raise config.error("eval.answer_marker", "exact_match needs one.", "set it, or use another function.")
+    if distill.response_weight != "none" and any(entry.weight < 0 for entry in reward.functions):
+        problem = "a function of reward.functions has a negative weight, so a large reward does not mean correct."
+        raise config.error("distill.response_weight", problem, "give all functions positive weights.")
     if not distill.reward_weight:
         return
     sampled = config.rollout.temperature
@@ -309,7 +313,46 @@ def check_mixture(config: Config) -> None:
         raise config.error("distill.on_policy_share", problem, fix)
 
 
+def check_schedules(config: Config) -> None:
+    """Check that schedules have values that their keys may have, and that rollouts can follow them."""
+    for key, points in config.trainer.schedules.items():
+        weights = [REWARD_WEIGHT, *(f"{LOSSES}{entry.name}" for entry in config.distill.losses)]
+        if key not in (*OF_ROLLOUTS, *weights):
+            fix = f"use one of {', '.join((*OF_ROLLOUTS, *weights))}."
+            raise ConfigError("trainer.schedules", key, "this key has no schedule.", fix)
+        fix = "write e.g. {from: 128, to: 1024, steps: 300} or [[0, 128], [300, 1024]]."
+        if problem := points_problem(points):
+            raise ConfigError(f"trainer.schedules.{key}", points, problem, fix)
+        values = [value for _, value in points]
+        if key in weights:
+            if min(values) < 0:
+                raise ConfigError(f"trainer.schedules.{key}", points, "a weight is below 0.", fix)
+            if key == REWARD_WEIGHT and not config.distill.reward_weight:
+                problem = "distill.reward_weight is 0, so the loss has no rewards."
+                raise ConfigError(f"trainer.schedules.{key}", points, problem, "set it to any weight above 0.")
+            continue
+        if config.trainer.scheduler == STREAM:
+            problem = "with trainer.scheduler=stream responses of several steps are generated together."
+            raise ConfigError(f"trainer.schedules.{key}", points, problem, "use another scheduler.")
+        if key != "rollout.temperature" and max(values) > config.value(key):
+            problem = f"a value is above {key} = {config.value(key)}, for which memory and lengths are checked."
+            raise ConfigError(f"trainer.schedules.{key}", points, problem, f"set {key} to the largest value.")
+        for step, _ in points:
+            now = config.at(int(step))
+            try:
+                check_config(now.with_values({"trainer.schedules": {}}))
+            except ConfigError as error:
+                problem = f"at step {step:g} {error.key} is {error.value}: {error.problem}"
+                raise ConfigError(f"trainer.schedules.{key}", points, problem, error.fix) from error
+    if config.derived.loss.schedules:
+        steps = {int(step) for _, points in config.derived.loss.schedules for step, _ in points}
+        if empty := [step for step in sorted(steps) if not config.derived.loss.at(step).used]:
+            problem = f"at step {empty[0]} all of distill.losses have the weight 0."
+            raise config.error("trainer.schedules", problem, "keep one above 0.")
+
+
 _CHECKS = (
+    check_schedules,
     check_strategy,
     check_pools,
     check_relations,

@@ -36,7 +36,7 @@ k1 and k2 keep their names and need teacher.signal sampled. For k3 use forward_k
 distillation.distillation_loss.use_policy_gradient | distill.loss | k1 needs true. Others need false.
 distillation.distillation_loss.topk | teacher.topk | It has an effect with forward_kl_topk only.
 distillation.distillation_loss.use_task_rewards | reward.functions distill.reward_weight | false needs no key.
-distillation.distillation_loss.loss_max_clamp | | The loss of a token has no limit here.
+distillation.distillation_loss.loss_max_clamp | distill.token_clip | It limits divergences and advantages.
 distillation.distillation_loss.log_prob_min_clamp | | Logprobs have no limit here.
 distillation.teacher_models | teacher.routes | Start gkd teacher for each model. One teacher needs no route.
 distillation.teacher_key | data.teacher_key | It has an effect with several teachers only.

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from gkd.config.declare import is_path
+from gkd.config.schedule import Points, value_at
 from gkd.config.schema_teacher import (
     DIVERGENCE_NAMES,
     DIVERGENCES,
@@ -61,6 +62,8 @@ class LossSpec:
         reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
         reward_clip: (low, high), its ratio is limited to 1 - low and 1 + high.
         token_weight, token_share: factors of the tokens in training, see `gkd.loss.token_weights`.
+        token_clip: largest value of a token's divergences, and of |log q - log p| in policy gradients, nats; 0 = none.
+        schedules: name of a term, or `REWARD` -> points of its weight, see `at`. A term with weight 0 is left out.
         compares_texts: the teacher has another tokenizer, see `gkd.loss.text_units`.
     """
 
@@ -77,7 +80,15 @@ class LossSpec:
     reward_clip: tuple[float, float] = (0.2, 0.2)
     token_weight: str = "none"
     token_share: float = 1.0
+    token_clip: float = 0.0
     compares_texts: bool = False
+    schedules: tuple[tuple[str, Points], ...] = ()
+
+    def at(self, step: int) -> LossSpec:
+        """Return the terms with their weights of a step, counted from 0."""
+        weights = {name: value_at(points, step) for name, points in self.schedules}
+        terms = tuple(replace(term, weight=weights.get(term.name, term.weight)) for term in self.terms)
+        return replace(self, terms=terms, reward_weight=weights.get(REWARD, self.reward_weight))
 
     @property
     def has_rewards(self) -> bool:
@@ -103,6 +114,7 @@ class LossSpec:
             reward_weight=0.0,
             token_weight="none",
             token_share=1.0,
+            token_clip=0.0,
         )
 
     @property
@@ -116,16 +128,20 @@ class LossSpec:
         return self.tail == "residual" and bool(self.divergences)
 
     @property
+    def used(self) -> tuple[LossTerm, ...]:
+        return tuple(term for term in self.terms if term.weight)
+
+    @property
     def divergences(self) -> tuple[LossTerm, ...]:
-        return tuple(term for term in self.terms if term.name in DIVERGENCE_NAMES or is_path(term.name))
+        return tuple(term for term in self.used if term.name in DIVERGENCE_NAMES or is_path(term.name))
 
     @property
     def policy_gradients(self) -> tuple[LossTerm, ...]:
-        return tuple(term for term in self.terms if term.name in POLICY_GRADIENT_NAMES)
+        return tuple(term for term in self.used if term.name in POLICY_GRADIENT_NAMES)
 
     @property
     def sft(self) -> LossTerm | None:
-        return next((term for term in self.terms if term.name == SFT), None)
+        return next((term for term in self.used if term.name == SFT), None)
 
 
 def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
@@ -149,6 +165,7 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
         reward_clip=cast(tuple[float, float], tuple(distill.reward_clip)),
         token_weight=distill.token_weight,
         token_share=distill.token_share,
+        token_clip=distill.token_clip,
     )
 
 

@@ -19,7 +19,7 @@ cluster.teacher_gpu_share | teacher.backend=zmq teacher.backend=http teacher.bac
 data.max_teacher_prompt_length | data.teacher_prompt_key teacher.prompt_template
 data.teacher_key data.domain_shares | teacher.routes
 distill.advantage distill.reward_clip | distill.reward_weight
-distill.reward_weight | reward.functions
+distill.reward_weight distill.response_weight | reward.functions
 distill.token_share | distill.token_weight
 eval.n | eval.metric
 model.freeze_vision | data.images_key
@@ -51,13 +51,16 @@ distill.advantage=group | distill.reward_weight rollout.n=1 | the mean of one re
 distill.loss | distill.losses | its entries replace it
 distill.normalize=domain | !teacher.routes | there is one domain
 distill.reference_kl_weight | distill.on_policy_share=0 | it is estimated from tokens that the student generated
-distill.reward_weight | distill.on_policy_share=0 | only responses of the student are judged
+distill.response_weight=pass_rate | rollout.n=1 | the pass rate of one response is 0 or 1, so its weight is 0
+distill.reward_weight distill.response_weight | distill.on_policy_share=0 | only responses of the student are judged
 distill.skip_first_tokens | teacher.tokenizer | the tokens of the models are not the same
 distill.support | distill.on_policy_share=0 | dataset responses have the teacher's ids
 distill.support | teacher.backend=rollout | vLLM returns the teacher's most probable ids, and no others
 distill.support distill.tail | teacher.tokenizer | the lists have the teacher's tokens
 distill.tail=residual | distill.on_policy_share=0 | it needs tokens that the student generated
 distill.teacher_reward_scale | teacher.tokenizer | the teacher has no logprob of the student's token
+distill.token_clip | distill.loss=sft | it limits divergences and k1 to k3
+distill.token_clip | teacher.tokenizer | the loss of a text belongs to several tokens
 distill.token_weight | teacher.tokenizer !distill.token_weight=entropy | the teacher's tokens are not the student's
 distill.token_weight=position | distill.on_policy_share=0 | it weighs tokens that the student generated
 memory.strategy=resident | trainer.colocate | the actor's states move between calls

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import cast
 
-from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
+from gkd.config.loss_spec import REWARD, LossSpec, loss_spec, teacher_signals
+from gkd.config.schedule import LOSSES, OF_ROLLOUTS, REWARD_WEIGHT, value_at
 from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, has_expandable_segments
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections, Vision
 from gkd.config.schema_teacher import ACTOR, BY_UNITS, ROLLOUT, RouteConfig, TeacherConfig
@@ -98,6 +99,10 @@ class Config(Sections):
             loss = replace(loss, compares_texts=True)
         if r.environment:
             loss = replace(loss, turns=min(r.max_turns, NUMBERED_TURNS))
+        weights = {key.removeprefix(LOSSES): points for key, points in t.schedules.items() if key.startswith(LOSSES)}
+        if points := t.schedules.get(REWARD_WEIGHT):
+            weights[REWARD] = points
+        loss = replace(loss, schedules=tuple(weights.items()))
         world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
         teacher_pool = teacher.kind.pool
         longest = data.max_prompt_length + data.max_response_length
@@ -142,6 +147,15 @@ class Config(Sections):
             vision=vision,
             metrics=(self.eval.metric,) if has_metric else (),
         )
+
+    def at(self, step: int) -> Config:
+        """Return the settings of the rollouts of a step, counted from 0: those of trainer.schedules."""
+        values: dict[str, float] = {}
+        for key in OF_ROLLOUTS:
+            if points := self.trainer.schedules.get(key):
+                value = value_at(points, step)
+                values[key] = value if isinstance(self.value(key), float) else round(value)
+        return self.with_values(values)
 
     def planned_steps(self, n_prompts: int) -> int:
         """Return the optimizer steps of a run: total_epochs in steps, at least 1, at most total_steps (0: no limit)."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 
 from gkd.config.declare import IF_CONSTANT, IF_NO_REWARD, Key, auto_is, file_key, key
+from gkd.config.schedule import with_points
 from gkd.config.schema_actor import ActorConfig
 from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
@@ -164,6 +165,12 @@ class TrainerConfig:
     replay: str = file_key("", resume=True)
     """Batches folder of a run with record_batches: train on its batches, in its order. With the same settings and
     layout the results are bit-exact. Empty = off."""
+    schedules: dict[str, list[list[float]]] = key(
+        {}, read=with_points, example="a mapping of keys to [[STEP, VALUE], ...] or {from: A, to: B, steps: N}"
+    )
+    """Values that change during the run: {KEY: {from: A, to: B, steps: N}} or {KEY: [[STEP, VALUE], ...]}, linear
+    between. Keys: data.max_response_length, rollout.max_turns, rollout.temperature, distill.reward_weight,
+    distill.losses.NAME. docs/losses.md."""
     total_epochs: int = key(1, gt=0, resume=IF_CONSTANT)
     """Passes over train_files, unless total_steps ends the run first."""
     total_steps: int = key(0, ge=0, resume=IF_CONSTANT)

@@ -25,6 +25,7 @@ DIVERGENCE_NAMES = tuple(DIVERGENCES)
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
+RESPONSE_WEIGHTS = ("none", "pass_rate", "correct", "wrong")
 TOKEN_WEIGHTS = ("none", "entropy", "teachability", "position")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
@@ -226,6 +227,9 @@ class DistillConfig:
     advantage: str = key("group", choices=("group", "batch", "none"))
     """Advantage of a response with reward R: (R - mean) / (std + 1e-6) over the rollout.n responses of its prompt
     (group) or over the global batch (batch), or R itself (none)."""
+    response_weight: str = key("none", choices=RESPONSE_WEIGHTS)
+    """Factor of each response's loss, by the rewards: pass_rate = p (1 - p), p the share of correct responses of its
+    prompt; correct or wrong = only these responses. Their mean is 1. docs/losses.md."""
     reward_clip: list[float] = key([0.2, 0.2], gt=0, limits="two numbers, the first < 1")
     """Limits of the ratio probability now / probability at rollout in the loss of the rewards: from 1 - the first
     number to 1 + the second."""
@@ -235,6 +239,9 @@ class DistillConfig:
     token_share: float = key(1.0, gt=0, le=1)
     """Share of each sequence's tokens, those of the largest distill.token_weight, that carry loss; the sequence's
     part of the loss stays the same."""
+    token_clip: float = key(0.0, ge=0)
+    """Largest value of a token's divergences, nats: a token above it counts as this value, and has no gradient. k1,
+    k2, k3: bound of |log student - log teacher|. 0 = no limit."""
     reference_kl_weight: float = key(0.0, ge=0)
     """Weight of KL(student || reference), estimated as k3 on the student's tokens; see section reference. 0 = off."""
 

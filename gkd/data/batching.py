@@ -90,10 +90,12 @@ def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
         raise DataError(f"{where}: response position {position}: the rollout logprob is {logprobs[at]}")
 
 
-def without_first(
+def trained_on(
     rollouts: list[Rollout], scores: list[TeacherScores] | None, n: int
 ) -> tuple[list[Rollout], list[TeacherScores] | None]:
-    """Count the first own tokens of each response as its prompt, so that they are read and carry no loss.
+    """Leave out responses with a factor of 0, and count the first own tokens of the others as their prompts.
+
+    These tokens are read and carry no loss.
 
     Args:
         scores: of the rollouts, in the same order.
@@ -102,11 +104,14 @@ def without_first(
     Returns:
         The sequences that have more own tokens than that, and their scores.
     """
+    kept = [i for i, rollout in enumerate(rollouts) if rollout.n_own > n and rollout.factor]
+    if len(kept) < len(rollouts):
+        rollouts = [rollouts[i] for i in kept]
+        scores = None if scores is None else [scores[i] for i in kept]
     if not n:
         return rollouts, scores
-    kept = [i for i, rollout in enumerate(rollouts) if rollout.n_own > n]
-    shorter = [_cut(rollouts[i], n) for i in kept]
-    return shorter, None if scores is None else [_rest(scores[i], n) for i in kept]
+    shorter = [_cut(rollout, n) for rollout in rollouts]
+    return shorter, None if scores is None else [_rest(score, n) for score in scores]
 
 
 def _cut(rollout: Rollout, n: int) -> Rollout:

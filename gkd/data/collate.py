@@ -295,7 +295,7 @@ def sequence_weights(
         normalize: distill.normalize.
     """
     n_tokens, n_sequences = counts.sum(axis=0)
-    weights = np.array([routes[rollout.route].weight for rollout in rollouts])
+    weights = np.array([routes[rollout.route].weight * rollout.factor for rollout in rollouts])
     if normalize == "sequence":
         weights *= n_tokens / (n_sequences * np.array([rollout.n_own for rollout in rollouts]))
     if normalize == "domain":

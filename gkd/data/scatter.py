@@ -33,7 +33,7 @@ class GroupPart:
 
     chunk: ScoredChunk
     sequence_indices: bytes | None
-    advantages: bytes | None = None  # float32, of these sequences; None means the loss has no rewards
+    numbers: bytes | None = None  # numbers of these sequences, as in `ScoredChunk`
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def scatter_to_groups(
     for chunk, owners in zip(batch, np.split(group_of, np.cumsum(n_sequences)[:-1]), strict=True):
         for group in sorted(set(owners.tolist())):  # faster than np.unique for a chunk
             at = np.flatnonzero(owners == group)
-            advantages = None if chunk.advantages is None else chunk.advantages[at].astype(_NUMBER).tobytes()
-            parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, at), advantages))
+            numbers = None if chunk.numbers is None else chunk.numbers[at].astype(_NUMBER).tobytes()
+            parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, at), numbers))
     return parts
 
 
@@ -160,20 +160,21 @@ def select(
     return rollouts, None if scores is None else selected_scores
 
 
-def with_advantages(rollouts: Sequence[Rollout], advantages: Sequence[bytes]) -> list[Rollout]:
-    """Return the selected sequences with their advantages.
+def with_numbers(rollouts: Sequence[Rollout], numbers: Sequence[bytes]) -> list[Rollout]:
+    """Return the selected sequences with their advantages and factors.
 
     Args:
         rollouts: of `select`.
-        advantages: by part, see `GroupPart`.
+        numbers: by part, see `GroupPart`.
 
     Raises:
-        DataError: there is not one for each sequence.
+        DataError: there are not two for each sequence.
     """
-    values = np.frombuffer(b"".join(advantages), _NUMBER).tolist()
-    if len(values) != len(rollouts):
-        raise DataError(f"a batch of {len(rollouts)} sequences has {len(values)} advantages")
-    return [replace(rollout, advantage=value) for rollout, value in zip(rollouts, values, strict=True)]
+    values = np.frombuffer(b"".join(numbers), _NUMBER)
+    if values.size != 2 * len(rollouts):
+        raise DataError(f"a batch of {len(rollouts)} sequences has {values.size} advantages and factors")
+    rows = zip(rollouts, values.reshape(-1, 2).tolist(), strict=True)
+    return [replace(rollout, advantage=advantage, factor=factor) for rollout, (advantage, factor) in rows]
 
 
 def map_selected(

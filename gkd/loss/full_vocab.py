@@ -21,7 +21,7 @@ from gkd.config.loss_spec import LossSpec
 from gkd.loss.choices import full_vocab_choices
 from gkd.loss.divergence_slopes import forward_kl, value_and_slope
 from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
-from gkd.loss.token_loss import PLAIN, TokenLosses, sampled_losses
+from gkd.loss.token_loss import PLAIN, TokenLosses, add_divergences, sampled_losses
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
 from gkd.types import TokenTargets
 
@@ -70,9 +70,14 @@ def full_vocab_losses(
     sums, g = _divergence_sums(logits, teacher_logits, norm_q, norm_p, spec, with_grad=with_grad)
     if shard.group is not None:
         dist.all_reduce(sums, group=shard.group)
+    divergences = torch.zeros_like(losses.total)
     for i, term in enumerate(spec.divergences):
-        losses.total = losses.total + term.weight * sums[:, i]
+        divergences = divergences + term.weight * sums[:, i]
         losses.values[term.name] = sums[:, i]
+    clipped = add_divergences(losses, spec, divergences)
+    if spec.token_clip:
+        g.masked_fill_(clipped[:, None], 0.0)
+        sums[clipped, -1] = 0.0
     token_kl, overlap, g_sum = sums[:, -3:].unbind(dim=1)
     losses.values["token_kl"], losses.values["overlap"] = token_kl, overlap
     shares = (log_sums_q - norm_q[:, None]).exp()

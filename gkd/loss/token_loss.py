@@ -6,6 +6,7 @@ the teacher's signal. `vocab_parallel` and `full_vocab` compute them from logits
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,7 @@ GROUP_SUMS = ("tokens", "token_kl", "total")
 
 # Sums of the size of the losses before and after distill.token_share, only with a distill.token_weight.
 LOSS_SIZE, KEPT_SIZE = "loss_size", "kept_size"
+TOKEN_CLIPPED = "token_clipped"
 SUPPORT_MASS = "support_mass"  # the teacher's probability of the student's most probable tokens, see `token_weights`
 
 PLAIN = LossTerm("forward_kl")  # the KL of diagnostics
@@ -64,6 +66,7 @@ class TokenLosses:
         reward_clipped       1 where the clip of the reward's loss applies
         importance_weight    of on-policy tokens, after the clip
         importance_clipped   1 where the clip applies
+        token_clipped        1 where distill.token_clip applies
         engine_kl            k3 of each on-policy token, engine against student; its mean estimates
                              KL(engine || student) at the weights that generated and those that train
         teacher_end_probability  the teacher's probability of the token with which the student ended its response; 0
@@ -91,7 +94,7 @@ def turn_sum(turn: int, name: str) -> str:
 
 def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_sampled: bool) -> tuple[str, ...]:
     """Return the names in `TokenLosses.values` in a fixed order, which is the same on every rank."""
-    names = [term.name for term in spec.terms]
+    names = [term.name for term in spec.used]
     if has_distribution:
         names += ["token_kl", "overlap"]
     if has_topk:
@@ -104,6 +107,8 @@ def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_
         names += ["importance_weight", "importance_clipped"]
     if spec.has_rewards:
         names += [REWARD, "reward_ratio", "reward_clipped"]
+    if spec.token_clip:
+        names += [TOKEN_CLIPPED]
     if has_distribution or has_sampled:
         names += [END_PROBABILITY, ENDED]
     names += ["engine_kl", "student_entropy"]
@@ -141,12 +146,16 @@ def topk_losses(
         tables = outcome_tables(
             student_topk, log_p, spec.tail, listed=listed, log_q_tail=student_tail, tail_mass=targets.tail_mass
         )
+        divergences = torch.zeros_like(losses.total)
         for term in spec.divergences:
             loss = divergence_of(term.name)(*tables, term)
             if spec.has_residual:
                 loss = loss + _residual(spec, targets, student_sampled, tables, log_p)
-            losses.total = losses.total + term.weight * loss
+            divergences = divergences + term.weight * loss
             losses.values[term.name] = loss.detach()
+        clipped = add_divergences(losses, spec, divergences)
+        if spec.token_clip and tables[0].requires_grad:  # the derivative of an infinite divergence times 0 is NaN
+            tables[0].register_hook(lambda grad: grad.masked_fill(clipped[:, None], 0.0))
         with torch.no_grad():
             losses.values["token_kl"] = forward_kl(*tables, PLAIN)
             p, q = log_p.exp().masked_fill(~listed, 0.0), student_topk.exp().masked_fill(~listed, 0.0)
@@ -215,6 +224,10 @@ def sampled_losses(
             if teacher_sampled is None:
                 raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher sent none")
             target = scaled_teacher(teacher_sampled, reference, spec.teacher_reward_scale)
+            if spec.token_clip:
+                log_ratio = target - actor.detach()
+                _count_clipped(losses, targets.on_policy & (log_ratio.abs() > spec.token_clip))
+                target = actor.detach() + log_ratio.clamp(-spec.token_clip, spec.token_clip)
             loss = policy_gradient_loss(term.name, actor, target, log_weights)
             _add(losses, term.name, term.weight, loss, targets.on_policy)
         if spec.reference_weight and reference is not None:
@@ -231,6 +244,25 @@ def sampled_losses(
     if spec.sft is not None:
         _add(losses, spec.sft.name, spec.sft.weight, -student_sampled, others)
     return losses
+
+
+def add_divergences(losses: TokenLosses, spec: LossSpec, divergences: Tensor) -> Tensor:
+    """Add the weighted sum of the divergences of each token, [N], limited to distill.token_clip.
+
+    Returns:
+        [N] bool, the tokens above the limit, whose divergences have no gradient.
+    """
+    clipped = divergences.detach() > (spec.token_clip or math.inf)
+    losses.total = losses.total + torch.where(clipped, spec.token_clip, divergences)
+    if spec.token_clip:
+        _count_clipped(losses, clipped)
+    return clipped
+
+
+def _count_clipped(losses: TokenLosses, clipped: Tensor) -> None:
+    before = losses.values.get(TOKEN_CLIPPED)
+    is_clipped = clipped.to(losses.total.dtype)
+    losses.values[TOKEN_CLIPPED] = is_clipped if before is None else torch.maximum(before, is_clipped)
 
 
 def weigh(losses: TokenLosses, weights: Tensor | None) -> None:

@@ -23,6 +23,7 @@ _CALLS = (
 _OTHERS = (Phase.SCORE, Phase.OFFLOAD, Phase.ONLOAD, Phase.LOAD_REFERENCE)
 
 NUMBER, NAME, FUNCTION, DOTTED = r"\d+", r"[\w-]+", r"\w+", r"\w+(?:\.\w+)+"
+KEY = r"[\w.:]+"
 # Placeholder of a key -> its values. NUMBER: any number; NAME: a name in teacher.routes; FUNCTION: in reward.functions.
 PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "loss": (DOTTED, *LOSS_NAMES),
@@ -35,6 +36,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "age": NUMBER,
     "k": NUMBER,
     "function": FUNCTION,
+    "key": KEY,
     "route": NAME,
     "turn": NUMBER,
 }

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from statistics import fmean
 
+from gkd.config.schedule import value_at
 from gkd.config.schema import Config
 from gkd.console.state import STEP_LINE, RunState, step_line
 from gkd.log import get_logger
@@ -143,6 +144,8 @@ class RunMetrics:
         m.add(step_numbers(batch, stats, sync, version=m.step - 1, skip_first=self._config.distill.skip_first_tokens))
         m.add(reward_numbers(batch, self._config) | store_numbers(batch, self._config))
         m.add(turn_numbers(batch, self._config))
+        schedules = self._config.trainer.schedules
+        m.add({f"schedule/{key}": value_at(points, m.step - 1) for key, points in schedules.items()})
         m.add(usage.memory)
         m.add(restart_numbers(self._restarts))
         self._restarts = EngineRestarts()

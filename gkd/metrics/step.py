@@ -120,12 +120,17 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
     whole = known.all(axis=1)
     np.maximum.at(highest, own[whole], rewards[whole])
     np.minimum.at(lowest, own[whole], rewards[whole])
+    trained = {}
+    if config.distill.response_weight != "none":
+        factors = np.concatenate([chunk.numbers[:, 1] for chunk in judged if chunk.numbers is not None])
+        trained = {"reward/trained_share": float((factors > 0).mean())}
     columns = [values[known[:, i], i] for i in range(len(functions))]
     return {
         "reward/mean": _mean(rewards[whole]),
         "reward/std": float(rewards[whole].std()) if whole.any() else math.nan,
         "reward/flat_groups": float((highest <= lowest).mean()),
         "reward/undecided": float((~known).sum()),
+        **trained,
         **{f"reward/{function_name(entry.path)}/mean": _mean(x) for entry, x in zip(functions, columns, strict=True)},
     }
 

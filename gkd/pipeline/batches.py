@@ -19,7 +19,7 @@ from gkd.pipeline.source import Background, BatchSource, generate_and_score
 from gkd.pipeline.streaming import StreamedBatches
 from gkd.roles import Roles, RolloutRole, ScoringRole
 from gkd.run.checkpoints import TrainerState
-from gkd.types import InFlight, PendingScores, Prompt
+from gkd.types import InFlight, PendingScores, Prompt, ResponseLimits
 
 
 def make_source(config: Config, roles: Roles, prompts: Sequence[Prompt], total_steps: int) -> BatchSource:
@@ -106,6 +106,7 @@ class PrefetchedBatches(BatchSource):
     def _generate(self, number: int, version: int) -> list[PendingScores]:
         """Generate and submit one batch. The result depends on its number, not on when this runs."""
         size, seed = self._config.trainer.global_batch_size, self._config.data.seed
+        config = self._config.at(number)
         prompts = self._sampler.take(number * size, size)
         on_policy = on_policy_indices(number, size, self._config.distill.on_policy_share, seed)
         return generate_and_score(
@@ -114,9 +115,10 @@ class PrefetchedBatches(BatchSource):
             prompts,
             on_policy,
             n=self._config.rollout.n,
-            temperature=self._config.rollout.temperature,
+            temperature=config.rollout.temperature,
             seed=seed + number,
             policy_version=version,
+            limits=ResponseLimits(config.data.max_response_length, config.rollout.max_turns),
         )
 
 

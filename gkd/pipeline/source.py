@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from gkd.roles import RolloutRole, ScoringRole
 from gkd.run.checkpoints import TrainerState
 from gkd.spans import driver
-from gkd.types import InFlight, PendingScores, Prompt
+from gkd.types import InFlight, PendingScores, Prompt, ResponseLimits
 
 T = TypeVar("T")
 
@@ -86,6 +86,7 @@ def generate_and_score(
     temperature: float,
     seed: int,
     policy_version: int,
+    limits: ResponseLimits | None = None,
 ) -> list[PendingScores]:
     """Generate all responses of a batch and submit them to the teacher; blocks until the last one is generated.
 
@@ -96,6 +97,7 @@ def generate_and_score(
             response.
         n: samples per on-policy prompt.
         policy_version: of the weights that the engines hold.
+        limits: of the responses; None: those of the settings.
     """
     pending: list[PendingScores] = []
     if from_dataset := sorted(set(range(len(prompts))) - set(on_policy)):
@@ -104,7 +106,9 @@ def generate_and_score(
         pending += [scoring.submit(chunk) for chunk in chunks]
     if on_policy:
         chosen = [prompts[i] for i in on_policy]
-        generated = rollout.generate(chosen, prompt_indices=on_policy, n=n, temperature=temperature, seed=seed)
+        generated = rollout.generate(
+            chosen, prompt_indices=on_policy, n=n, temperature=temperature, seed=seed, limits=limits
+        )
         n_done = 0
         with driver.doing("generating", n * len(on_policy)):
             for chunk in generated:

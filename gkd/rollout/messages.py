@@ -17,6 +17,7 @@ class Sampling:
     n_top_ids: int = 0  # most probable ids to return of each position
     top_k: int = 0
     min_p: float = 0.0
+    max_turns: int = 1  # with an environment
 
 
 @dataclass(frozen=True, slots=True)

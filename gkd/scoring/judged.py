@@ -15,6 +15,7 @@ import ray
 
 from gkd.cluster.calls import gather
 from gkd.config.schema import Config, Derived
+from gkd.config.schema_teacher import DistillConfig
 from gkd.data.row_files import RowTable
 from gkd.log import get_logger
 from gkd.roles import Computation, Roles, ScoringRole
@@ -40,7 +41,7 @@ class JudgedScoring:
         endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
-        advantages: adds the advantages to a whole batch; `list`: the loss has no rewards.
+        with_numbers: adds advantages and factors to a whole batch; `list`: no setting needs them.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class JudgedScoring:
         timeout_s: float,
         prompts: str,
         n_functions: int,
-        advantages: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list,
+        with_numbers: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list,
     ) -> None:
         self._inner, self._endpoints, self._timeout_s = inner, list(endpoints), timeout_s
-        self._prompts, self._n_functions, self._advantages = prompts, n_functions, advantages
+        self._prompts, self._n_functions, self._with_numbers = prompts, n_functions, with_numbers
         self._logged: set[str] = set()  # reasons of unknown values
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
@@ -74,7 +75,7 @@ class JudgedScoring:
             if p.rewards is not None:
                 chunk = replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
             batch.append(chunk)
-        return self._advantages(batch)
+        return self._with_numbers(batch)
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
         return [self._judged(pending) for pending in self._inner.restore(folder, label)]
@@ -174,7 +175,7 @@ def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Seque
     """Return the roles with the judging that the settings require."""
     scoring, timeout_s = roles.scoring, config.trainer.stage_timeout_s
     if derived.rewards:
-        # Held-out responses answer other prompts: no reward of training, and no advantage, belongs to them.
+        # Held-out responses answer other prompts: no reward of training belongs to them.
         roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints), evaluation=scoring)
     if derived.metrics:
         judge = JudgedScoring(scoring, endpoints, timeout_s, VALIDATION, len(derived.metrics))
@@ -185,12 +186,11 @@ def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Seque
 def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endpoints: Sequence[Any]) -> JudgedScoring:
     """Return the scoring of training prompts; what it collects is a whole batch."""
     weights = [entry.weight for entry in config.reward.functions]
-    advantages: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list
-    if derived.loss.has_rewards:
-        kind, n = config.distill.advantage, config.rollout.n
-        advantages = partial(with_advantages, weights=weights, kind=kind, n=n)
+    numbers: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list
+    if derived.loss.has_rewards or config.distill.response_weight != "none":
+        numbers = partial(with_numbers, distill=config.distill, weights=weights, n=config.rollout.n)
     timeout_s = config.trainer.stage_timeout_s
-    return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), advantages)
+    return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), numbers)
 
 
 def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
@@ -215,11 +215,12 @@ def _rollout(index: int, sample: Sample) -> Rollout:
     )
 
 
-# Advantages of a global batch. The driver has all rewards, 8 bytes per sequence and function. So means are over the
-# whole group or batch, whichever data-parallel groups, chunks or parts of a stream's chunks have its sequences.
+# The driver has all rewards of a batch, 8 bytes per sequence and function. So means are over the whole group or batch,
+# whichever data-parallel groups, chunks or parts of a stream's chunks have its sequences.
 
 
 _EPSILON = 1e-6
+_NEUTRAL = np.array([0, 1], np.float32)  # advantage and factor of a response that no function judges
 
 
 def advantages_of(rewards: np.ndarray, groups: np.ndarray, kind: str) -> np.ndarray:
@@ -246,28 +247,58 @@ def advantages_of(rewards: np.ndarray, groups: np.ndarray, kind: str) -> np.ndar
     return normalized
 
 
-def with_advantages(batch: Sequence[ScoredChunk], weights: Sequence[float], kind: str, n: int) -> list[ScoredChunk]:
-    """Return a whole batch with the advantage of each sequence; 0 for dataset responses, which are not judged.
+def response_factors(rewards: np.ndarray, groups: np.ndarray, kind: str, largest: float) -> np.ndarray:
+    """Return the weight of each response, [n] float64, before `normalized`: distill.response_weight.
+
+    Args:
+        rewards: [n] float64. NaN is undecided: no part in a pass rate, and neither correct nor wrong.
+        groups: [n] int, the prompt of each.
+        kind: pass_rate: p (1 - p), p the share of correct responses of the same prompt (PACED, arXiv:2603.11178).
+            correct, wrong: 1 for these. none: 1.
+        largest: a reward of at least half of it is correct.
+    """
+    if kind == "none":
+        return np.ones(len(rewards))
+    decided = ~np.isnan(rewards)
+    correct = decided & (rewards >= largest / 2)
+    if kind != "pass_rate":
+        return (correct if kind == "correct" else decided & ~correct).astype(np.float64)
+    _, prompts = np.unique(groups, return_inverse=True)
+    n_decided = np.maximum(1, np.bincount(prompts, decided))
+    pass_rate = (np.bincount(prompts, correct) / n_decided)[prompts]
+    weights: np.ndarray = pass_rate * (1 - pass_rate)
+    return weights
+
+
+def normalized(weights: np.ndarray) -> np.ndarray:
+    """Return weights whose mean over the responses with one above 0 is 1; all 0 stay so."""
+    some = weights > 0
+    scaled: np.ndarray = weights / weights[some].mean() if some.any() else weights
+    return scaled
+
+
+def with_numbers(
+    batch: Sequence[ScoredChunk], distill: DistillConfig, weights: Sequence[float], n: int
+) -> list[ScoredChunk]:
+    """Return a whole batch with the advantage and the factor of each sequence.
+
+    Dataset responses are not judged: their advantage is 0, and their factor 1.
 
     Args:
         weights: of the functions.
         n: rollout.n; a sequence's index divided by it identifies its prompt.
     """
     judged = [chunk for chunk in batch if chunk.rewards is not None]
-    if not judged:
-        return [replace(chunk, advantages=np.zeros(chunk.rollouts.n_sequences, np.float32)) for chunk in batch]
-    rewards = np.concatenate([total_rewards(chunk, weights) for chunk in judged])
-    groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n
-    values = advantages_of(rewards, groups, kind).astype(np.float32)
-    ends = np.cumsum([chunk.rollouts.n_sequences for chunk in judged])
-    parts = iter(np.split(values, ends[:-1]))
-    return [
-        replace(
-            chunk,
-            advantages=np.zeros(chunk.rollouts.n_sequences, np.float32) if chunk.rewards is None else next(parts),
-        )
-        for chunk in batch
-    ]
+    numbers = {id(chunk): np.tile(_NEUTRAL, (chunk.rollouts.n_sequences, 1)) for chunk in batch}
+    if judged:
+        rewards = np.concatenate([total_rewards(chunk, weights) for chunk in judged])
+        groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n
+        advantages = advantages_of(rewards, groups, distill.advantage)
+        factors = response_factors(rewards, groups, distill.response_weight, sum(weights))
+        values = np.stack([advantages, normalized(factors)], axis=1).astype(np.float32)
+        ends = np.cumsum([chunk.rollouts.n_sequences for chunk in judged])
+        numbers |= zip(map(id, judged), np.split(values, ends[:-1]), strict=True)
+    return [replace(chunk, numbers=numbers[id(chunk)]) for chunk in batch]
 
 
 def total_rewards(chunk: ScoredChunk, weights: Sequence[float]) -> np.ndarray:

@@ -104,12 +104,12 @@ def _run(rounds: int) -> dict[str, list[dict[str, float]]]:
         device="cpu",
         eos_ids=ends,
     )
-    sampling = Sampling(N_SAMPLES, 1.0, 1.0, MAX_TOKENS, seed=1)
+    sampling = Sampling(N_SAMPLES, 1.0, 1.0, MAX_TOKENS, seed=1, max_turns=MAX_TURNS)
 
     def timed(kind: type) -> dict[str, float]:
         environments = Environments(Start(f"tests.bench.bench_turns:{kind.__name__}", search_path()), 1, 30.0)
         environments.wait_ready(60.0)
-        engine._turns = turns = Turns(environments, delta, MAX_TURNS)
+        engine._turns = turns = Turns(environments, delta)
         loop = EngineLoop(engine, MAX_RUNNING, Coalescer(1, 16))
         loop.admit(Job(1, sampling, 2.5), prompts, range(len(prompts)))
         began_s, rollouts = time.perf_counter(), []

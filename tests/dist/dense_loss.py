@@ -40,6 +40,8 @@ def dense_losses(
         if spec.has_residual and teacher_logprobs is None:
             loss = loss + _residual(spec, targets, student, tables)
         losses = losses + term.weight * loss
+    if spec.token_clip:  # a constant above the limit
+        losses = losses.clamp(max=spec.token_clip)
     targets_of = [(term, _scaled_teacher(spec, targets, teacher_logprobs)) for term in spec.policy_gradients]
     if spec.reference_weight:
         targets_of.append((LossTerm("k3", spec.reference_weight), targets.reference_logprobs))
@@ -47,6 +49,8 @@ def dense_losses(
     rho = rho.clamp(max=spec.importance_clip) if spec.importance_clip else rho
     for term, target in targets_of:
         ratio = student.detach() - target.to(student.dtype)
+        if spec.token_clip and term in spec.policy_gradients:
+            ratio = ratio.clamp(-spec.token_clip, spec.token_clip)
         value = {"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}[term.name]
         score = rho * ratio * student  # its gradient is that of REINFORCE
         loss = rho * value + score - score.detach()

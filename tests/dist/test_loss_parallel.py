@@ -67,6 +67,8 @@ def _specs(temperature: float) -> Iterator[tuple[str, LossSpec, Signal]]:
     for signal in SIGNALS:
         more = {"reference_weight": 0.3, "teacher_reward_scale": 1.25, "reward_weight": 0.7, "reward_clip": (0.1, 0.3)}
         yield f"rewards {signal}", LossSpec(terms, temperature=temperature, **more), signal
+    for signal in SIGNALS:
+        yield f"clipped {signal}", LossSpec(MIXTURE, temperature=temperature, token_clip=0.4), signal
     yield "residual topk", LossSpec((LossTerm("reverse_kl", 2.0), LossTerm("k3")), "residual", temperature), "topk"
 
 

@@ -20,7 +20,7 @@ import torch
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
-from gkd.data.batching import make_micro_batches, without_first
+from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.collate import route_counts, sequence_weights
 from gkd.data.scatter import even_groups
 from gkd.types import Rollout, TeacherScores, VersionSpan
@@ -187,7 +187,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                     grads = as_numpy(grads_of(student, batches))
                     measured[normalize, name, number, size, packed, fused] = student.evaluate(batches).loss, grads
                 if fused and _factors(size, packed, fused):
-                    rest = make_micro_batches(*without_first(mine, own, SKIPPED), micro_batch_size=size, packed=packed)
+                    rest = make_micro_batches(*trained_on(mine, own, SKIPPED), micro_batch_size=size, packed=packed)
                     grads = as_numpy(grads_of(student, rest))
                     measured["skip", name, number, size, packed, fused] = student.evaluate(rest).loss, grads
                     student.loss.spec = WEIGHED

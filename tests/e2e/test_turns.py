@@ -48,13 +48,13 @@ def _probe(models: Path) -> dict[str, Any]:
     def turns(name: str, timeout_s: float = 20.0) -> Turns:
         environments = Environments(Start(f"tests.e2e.turn_environments:{name}", search_path()), 1, timeout_s)
         environments.wait_ready(60.0)
-        return Turns(environments, delta, MAX_TURNS)
+        return Turns(environments, delta)
 
     config = RolloutConfig(kv_cache_mib=1024 if on_cuda() else 32, max_num_seqs=8, enforce_eager=on_stand_in())
     engine = RolloutEngine(
         str(models / "student"), config, dtype="float32", max_model_len=192, device=kind(), eos_ids=[end]
     )
-    sampling = Sampling(N_SAMPLES, 1.0, 1.0, MAX_TOKENS, seed=11, n_top_ids=4)
+    sampling = Sampling(N_SAMPLES, 1.0, 1.0, MAX_TOKENS, seed=11, n_top_ids=4, max_turns=MAX_TURNS)
 
     def generated(with_turns: Turns | None, chosen: Any = prompts[:N_PROMPTS]) -> list[Rollout]:
         engine._turns = with_turns

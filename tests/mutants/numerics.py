@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "loss_term_weight",
         "gkd/loss",
-        "losses.total + term.weight * loss",
-        "losses.total + loss",
+        "divergences + term.weight * loss",
+        "divergences + loss",
         ("test_loss_paths.py",),
     ),
     Mutant(

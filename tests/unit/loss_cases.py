@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec, LossTerm, Tail
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.reference import DIVERGENCES, kl, outcomes, token_losses
+from gkd.loss.reference import kl, outcomes, token_losses
 from gkd.loss.row_kernels import RowKernels, TorchRows
 from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, row_logprobs, write_logits_gradient
 from gkd.types import TokenTargets
@@ -177,30 +177,49 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
         rho = rho.clamp(max=spec.importance_clip)
         values["importance_weight"] = rho * batch.on_policy
     ratio = log_q.detach() - log_p
+    values["sampled_reverse_kl"] = ratio * batch.on_policy
+    clipped = torch.zeros_like(batch.on_policy)
+    limit = spec.token_clip or math.inf
+    if spec.policy_gradients:
+        clipped |= (ratio.abs() > limit) & batch.on_policy
+        ratio = ratio.clamp(-limit, limit)
     estimates = {"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}
-    values["sampled_reverse_kl"] = estimates["k1"] * batch.on_policy
     scalar, total = logits.new_zeros(()), logits.new_zeros(len(logits))
+    divergences = logits.new_zeros(len(logits))
     if spec.has_rewards:
         values |= _reward_values(spec, batch, log_q.detach())
         slope = -values["reward_ratio"] * batch.advantages * (1 - values["reward_clipped"])
         scalar = scalar + spec.reward_weight * (slope * log_q * batch.on_policy).sum()
         total = total + spec.reward_weight * values["reward"]
     for term in spec.terms:
-        if term.name == OWN:
-            values[term.name] = carrier = _alpha_divergence(outcomes_q, outcomes_p, term)
-        elif term.name in DIVERGENCES:
-            k = K if signal == "topk" else 0
-            teacher = batch.teacher_hidden @ batch.teacher_head.T
-            carrier = token_losses(logits[:, :V], teacher, term, temperature=spec.temperature, k=k, tail=spec.tail)
-            values[term.name] = carrier
-        elif term.name == "sft":
+        if term in spec.divergences:
+            values[term.name] = _divergence(term, spec, batch, signal, logits, outcomes_q, outcomes_p)
+            divergences = divergences + term.weight * values[term.name]
+            continue
+        if term.name == "sft":
             values["sft"] = carrier = -log_q * ~batch.on_policy
         else:
             values[term.name] = rho * estimates[term.name] * batch.on_policy
             carrier = rho * ratio * log_q * batch.on_policy
         scalar = scalar + term.weight * carrier.sum()
         total = total + term.weight * values[term.name].detach()
+    clipped |= divergences.detach() > limit
+    if spec.token_clip:
+        values["token_clipped"] = clipped.double()
+    divergences = divergences.clamp(max=limit)
+    scalar, total = scalar + divergences.sum(), total + divergences.detach()
     return {name: value.detach() for name, value in values.items()} | {"total": total}, scalar
+
+
+def _divergence(
+    term: LossTerm, spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor, q: Tensor, p: Tensor
+) -> Tensor:
+    """Return one divergence of each token; q and p are the outcomes."""
+    if term.name == OWN:
+        return _alpha_divergence(q, p, term)
+    k = K if signal == "topk" else 0
+    teacher = batch.teacher_hidden @ batch.teacher_head.T
+    return token_losses(logits[:, :V], teacher, term, temperature=spec.temperature, k=k, tail=spec.tail)
 
 
 def _reward_values(spec: LossSpec, batch: Batch, log_q: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.actor.common.step import check_micro_batch
-from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
+from gkd.data.batching import check_batch, make_micro_batches, token_records, trained_on
 from gkd.errors import DataError, GkdError, TeacherError
 from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTargets, VersionSpan
 from teacher_server.wire.protocol import Signal
@@ -237,12 +237,12 @@ def test_skipped_tokens_are_own_tokens() -> None:
     rollout = make_rollout(1, 2, 8, own=0b11000011)
     rollout = replace(rollout, rollout_logprobs=-np.arange(4, dtype=np.float32))
     for n, at in ((1, 1), (2, 6), (3, 7)):
-        (rest,), (scores,) = cast("Any", without_first([rollout], [make_scores(rollout)], n))
+        (rest,), (scores,) = cast("Any", trained_on([rollout], [make_scores(rollout)], n))
         assert rest.own_ids.tolist() == rollout.own_ids[n:].tolist() == scores.topk.ids[:, 0].tolist()
         assert len(rest.prompt_ids) == 2 + at and rest.n_tokens == rollout.n_tokens
         assert rest.rollout_logprobs.tolist() == rollout.rollout_logprobs[n:].tolist()
         check_batch([rest], None, where="rank", n_vocab=N_VOCAB, signals=())
-    assert without_first([rollout], None, 4) == ([], None)
+    assert trained_on([rollout], None, 4) == ([], None)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -252,7 +252,7 @@ def test_turns_keep_their_numbers_without_the_first_tokens(n: int, packed: bool)
     rollouts = [make_rollout(1, 2, 9, own=0b110110011), make_rollout(2, 1, 7)]
     whole, cut = (
         targets_of(make_micro_batches(kept, [make_scores(r) for r in kept], micro_batch_size=2, packed=packed)[0])
-        for kept in (rollouts, without_first(rollouts, None, n)[0])
+        for kept in (rollouts, trained_on(rollouts, None, n)[0])
     )
     assert whole.turns is not None and whole.turns.tolist() == [0, 0, 1, 1, 2, 2, *[0] * 7]
     turn_of = dict(zip(whole.sampled_ids.tolist(), whole.turns.tolist(), strict=True))

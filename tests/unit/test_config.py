@@ -102,6 +102,7 @@ def values(key: Declared[Key]) -> st.SearchStrategy[object]:
         "list[int]": st.lists(integers(setting), max_size=3),
         "list[float]": st.lists(numbers(setting), max_size=3),
         "dict[str, float]": st.dictionaries(TEXTS, numbers(setting), max_size=3),
+        "dict[str, list[list[float]]]": st.dictionaries(TEXTS, st.lists(st.lists(numbers(setting)))),
         "dict[str, str]": st.dictionaries(TEXTS, TEXTS, max_size=3),
         "dict[str, Any]": st.dictionaries(TEXTS, OF_ANY_TYPE, max_size=3),
     }

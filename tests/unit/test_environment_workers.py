@@ -378,9 +378,9 @@ class Trajectory:
         self._tokenizer = tokenizer(family)
         ends = end_ids(family, self._tokenizer)
         self._delta = ChatDelta(self._tokenizer, {}, ends, setting=("rollout.environment", HERE))
-        self.turns = Turns(pool, self._delta, MAX_TURNS)
+        self.turns = Turns(pool, self._delta)
         prompt = Prompt(0, np.array([1], np.int32), row=row(**columns))
-        self.request = Request("owner", prompt, 0, Sampling(1, 1.0, 1.0, 4000, seed=0), key)
+        self.request = Request("owner", prompt, 0, Sampling(1, 1.0, 1.0, 4000, seed=0, max_turns=MAX_TURNS), key)
 
     def turn(self, text: str, finish_reason: str = "stop") -> Rollout | None:
         """Return the rollout if the trajectory ends after this turn."""

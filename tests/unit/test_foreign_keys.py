@@ -118,7 +118,7 @@ FILES = {
     "verl's main_ppo": (VERL_MAIN, {
         "distillation.distillation_loss.loss_mode": "distill.loss",
         "distillation.distillation_loss.topk": "teacher.topk",
-        "distillation.distillation_loss.loss_max_clamp": "",
+        "distillation.distillation_loss.loss_max_clamp": "distill.token_clip",
         "distillation.teacher_models.teacher_model.model_path": "teacher.routes",
         "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size": "teacher.routes",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "trainer.global_batch_size",

@@ -16,11 +16,12 @@ import pytest
 
 from examples.quickstart.addition import build_tokenizer
 from gkd.config.load import load_config
+from gkd.config.schema_teacher import DistillConfig
 from gkd.console.state import RunState
 from gkd.data.chunks import part_of
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
-from gkd.scoring.judged import JudgedScoring, init_judging, with_advantages, with_judges, workers_per_endpoint
+from gkd.scoring.judged import JudgedScoring, init_judging, with_judges, with_numbers, workers_per_endpoint
 from gkd.scoring.reward.judging import TRAINING, VALIDATION
 from gkd.scoring.reward.worker import CUT, FAILED, UNKNOWN
 from gkd.types import GreedyReport, PendingScores, Prompt, RolloutChunk, Sample, ScoredChunk, TrainStats
@@ -70,14 +71,14 @@ def test_each_sequence_gets_its_own_values(calls: list[Any]) -> None:
 
 def test_an_undecided_value_has_no_advantage_and_stays_unknown(calls: list[Any]) -> None:
     """Fails if NaN of a comparison that took too long reaches the loss, or advantages or metrics take it for 0."""
-    advantages = partial(with_advantages, weights=[-1.0, -1.0], kind="none", n=3)
-    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2, advantages)
+    numbers = partial(with_numbers, distill=DistillConfig(advantage="none"), weights=[-1.0, -1.0], n=3)
+    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2, numbers)
     whole = scoring.submit(chunk([6, 8, 9]))
     parts = [replace(whole, rollouts=part_of(whole.rollouts, at)) for at in ([0, 1], [2])]
     batch = scoring.collect(parts)
     values = np.concatenate([each.rewards for each in batch if each.rewards is not None])
     np.testing.assert_array_equal(values, [[6, 0.6], [8, np.nan], [9, np.nan]])
-    assert [each.advantages is not None and each.advantages.tolist() for each in batch] == [
+    assert [each.numbers is not None and each.numbers[:, 0].tolist() for each in batch] == [
         [pytest.approx(-6.6), 0],
         [0],
     ]
@@ -234,7 +235,7 @@ def test_an_undecided_greedy_response_is_not_the_best(local_ray: LocalRay) -> No
 
 
 class Advantages(World):
-    """A world that keeps the advantages of the chunks that the actor gets."""
+    """A world that keeps advantages and factors of the chunks that the actor gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,11 +243,11 @@ class Advantages(World):
         self.of_evaluation: list[Any] = []
 
     def train_step(self, batch: Sequence[ScoredChunk], meta: Any = None) -> TrainStats:
-        self.of_training += [chunk.advantages for chunk in batch]
+        self.of_training += [chunk.numbers for chunk in batch]
         return super().train_step(batch)
 
     def evaluate(self, batch: Sequence[ScoredChunk], **settings: Any) -> TrainStats:
-        self.of_evaluation += [chunk.advantages for chunk in batch]
+        self.of_evaluation += [chunk.numbers for chunk in batch]
         return super().evaluate(batch, **settings)
 
 
@@ -268,4 +269,4 @@ def test_held_out_responses_get_no_reward_of_training(calls: list[Any], tmp_path
     trainer.fit()
     assert len(world.of_evaluation) == 4 and all(each is None for each in world.of_evaluation)
     assert len(calls) == len(world.of_training) and set(calls) == {TRAINING}
-    assert [own.tolist() for own in world.of_training] == [[1.0, 0.0], [2.0, 0.0]]
+    assert [numbers.tolist() for numbers in world.of_training] == [[[1.0, 1.0], [0.0, 1.0]], [[2.0, 1.0], [0.0, 1.0]]]

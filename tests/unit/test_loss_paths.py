@@ -49,6 +49,38 @@ def test_every_path_equals_the_written_out_loss(
         assert not grads[1][V:].any()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_clipped_tokens_are_constants(signal: Signal, fused: bool) -> None:
+    """Fails if distill.token_clip changes a token below it, or one above it has another value or a gradient."""
+    terms = MIXTURE if signal != "sampled" else MIXTURE[3:]
+    clip = 0.8 if signal == "sampled" else 2.0
+    spec, batch = LossSpec(terms, temperature=0.7, token_clip=clip), Batch()
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    values, scalar = written_out(spec, batch, signal, hidden @ head.T)
+    scalar.backward()
+    assert 0 < values["token_clipped"].sum() < N
+    loss = batch.loss(spec, signal, 3)
+    total, sums, *grads = train(loss, batch, batch.targets(signal, 0.7), fused=fused)
+    torch.testing.assert_close(total, values["total"].sum())
+    torch.testing.assert_close(sums, torch.stack([values[name].sum() for name in loss.report_names]))
+    torch.testing.assert_close(grads, [hidden.grad, head.grad])
+
+
+@pytest.mark.parametrize("signal", SIGNALS[:2])
+def test_a_clipped_infinity_has_no_gradient(signal: Signal) -> None:
+    """Fails if a token to which the teacher gives probability 0 makes the gradient of a clipped reverse KL nan."""
+    batch = Batch()
+    targets = batch.targets(signal, 1.0)
+    table = targets.topk_logprobs if targets.logits is None else targets.logits
+    assert table is not None
+    table[0, 0] = -torch.inf
+    loss = batch.loss(LossSpec((LossTerm("reverse_kl"),), token_clip=1.5), signal, 3)
+    total, _, *grads = train(loss, batch, targets, fused=True)
+    assert total.isfinite() and all(grad.isfinite().all() for grad in grads)
+    assert not grads[0][0].any() and grads[0][1:].any()
+
+
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("name", (*DIVERGENCE_NAMES, OWN))
 def test_tails_on_every_path(name: str, tail: Tail) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError
-from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS, ROWS
+from gkd.metrics.catalog import FUNCTION, KEY, NAME, NUMBER, PLACEHOLDERS, ROWS
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from tests.pages import tables, with_tables
 from tests.structure import ROOT
@@ -103,4 +103,4 @@ def test_the_page_of_metrics_is_current() -> None:
 
 def _example(placeholder: str) -> str:
     values = PLACEHOLDERS[placeholder]
-    return "3" if values in (NUMBER, NAME, FUNCTION) else values[-1]
+    return "3" if values in (NUMBER, NAME, FUNCTION, KEY) else values[-1]

@@ -14,17 +14,21 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm
-from gkd.data.batching import make_micro_batches, without_first
+from gkd.config.schema import Route
+from gkd.config.schema_teacher import NORMALIZATIONS, RESPONSE_WEIGHTS, DistillConfig, TeacherConfig
+from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.chunks import chunk_sizes
-from gkd.data.scatter import scatter_to_groups, select, with_advantages
+from gkd.data.collate import route_counts, sequence_weights
+from gkd.data.scatter import scatter_to_groups, select, with_numbers
 from gkd.errors import DataError
 from gkd.metrics.step import reward_numbers
-from gkd.scoring.judged import advantages_of
-from gkd.scoring.judged import with_advantages as of_batch
+from gkd.scoring.judged import advantages_of, response_factors
+from gkd.scoring.judged import with_numbers as of_batch
 from gkd.types import Rollout, ScoredChunk, TeacherScores
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import Batch, train, written_out
 
+ROUTE = Route("", TeacherConfig())
 TERMS = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
 
 
@@ -64,11 +68,11 @@ def test_a_run_with_weight_0_trains_as_one_without_rewards() -> None:
     layout = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
     batch = [chunk([0, 1], [3.0, 4.0])]
     (parts,) = scatter_to_groups(batch, 1)
-    assert not ChunkInputs.of_parts(parts, layout).advantages
-    with_them = of_batch(batch, [1.0], "none", 2)
+    assert not ChunkInputs.of_parts(parts, layout).numbers
+    with_them = of_batch(batch, DistillConfig(advantage="none"), [1.0], 2)
     (parts,) = scatter_to_groups(with_them, 1)
-    (found,) = ChunkInputs.of_args(*ChunkInputs.of_parts(parts, layout).to_args()).advantages
-    assert np.frombuffer(found, "<f4").tolist() == [3.0, 4.0]
+    (found,) = ChunkInputs.of_args(*ChunkInputs.of_parts(parts, layout).to_args()).numbers
+    assert np.frombuffer(found, "<f4").tolist() == [3.0, 1.0, 4.0, 1.0]
 
 
 def rollout(index: int, n_tokens: int) -> Rollout:
@@ -110,8 +114,8 @@ def test_an_undecided_response_is_no_part_of_its_group(kind: str) -> None:
     parts = [[0, 2, 5], [1, 3, 4, 6, 7, 8]]
     batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part]) for part in parts]
     found = np.empty(9, np.float32)
-    for part, each in zip(parts, of_batch(batch, [2.0, 1.0], kind, 3), strict=True):
-        found[part] = each.advantages
+    for part, each in zip(parts, of_batch(batch, DistillConfig(advantage=kind), [2.0, 1.0], 3), strict=True):
+        found[part] = numbers_of(each)[:, 0]
     decided = ~np.isnan(costs)
     expected = advantages_of(2 * costs[decided] + 7, (np.arange(9) // 3)[decided], kind)
     np.testing.assert_allclose(found[decided], expected, rtol=1e-6)
@@ -127,13 +131,13 @@ def test_each_row_gets_the_advantage_of_its_sequence(kind: str) -> None:
     batch = [chunk(split[0], REWARDS[split[0]], 0), chunk([27, 30], None, 1), chunk(split[1], REWARDS[split[1]], 1)]
     batch.append(chunk(split[2], REWARDS[split[2]], 0))
     expected = advantages_of(REWARDS, np.arange(9) // 3, kind).astype(np.float32)
-    with_them = of_batch(batch, [1.0], kind, 3)
+    with_them = of_batch(batch, DistillConfig(advantage=kind), [1.0], 3)
     seen = []
     for parts in scatter_to_groups(with_them, 2):
         own, _ = select([part.sequence_indices for part in parts], [part.chunk.rollouts.ref for part in parts], None)
-        rollouts = with_advantages(own, [part.advantages or b"" for part in parts])
+        rollouts = with_numbers(own, [part.numbers or b"" for part in parts])
         scores = [TeacherScores(sampled_logprobs=np.zeros(len(r.response_ids), np.float32)) for r in rollouts]
-        rollouts, kept = without_first(rollouts, scores, 2)
+        rollouts, kept = trained_on(rollouts, scores, 2)
         for micro_batch in make_micro_batches(rollouts, kept, micro_batch_size=2):
             assert micro_batch.targets is not None and micro_batch.targets.advantages is not None
             rows = iter(micro_batch.targets.advantages.tolist())
@@ -143,7 +147,56 @@ def test_each_row_gets_the_advantage_of_its_sequence(kind: str) -> None:
                 seen.append(index)
     assert sorted(seen) == [1, 2, 3, 4, 5, 6, 7, 8, 27, 30]
     with pytest.raises(DataError):
-        with_advantages([rollout(0, 2)], [b""])
+        with_numbers([rollout(0, 2)], [b""])
+
+
+def test_response_factors() -> None:
+    """Fails if a pass rate counts undecided responses or those of another prompt, or correct and wrong are mixed up."""
+    rewards = np.array([2.0, 0.0, 1.0, np.nan, 2.0, 2.0, 0.5, 0.0])
+    groups = np.array([4, 4, 4, 4, 1, 1, 7, 7])
+    factors = {kind: response_factors(rewards, groups, kind, 2.0).tolist() for kind in RESPONSE_WEIGHTS}
+    assert factors["none"] == [1] * 8
+    assert factors["correct"] == [1, 0, 1, 0, 1, 1, 0, 0], "a reward of half the largest is correct"
+    assert factors["wrong"] == [0, 1, 0, 0, 0, 0, 1, 1]
+    assert factors["pass_rate"] == pytest.approx([2 / 9] * 4 + [0] * 4)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS[:2])
+@pytest.mark.parametrize("kind", ["correct", "pass_rate"])
+def test_factors_weigh_the_responses_of_a_batch(kind: str, normalize: str) -> None:
+    """Fails if a response of factor 0 is trained on, the mean of the others' factors is not 1, dataset responses lose
+    theirs, or factors replace those of distill.normalize.
+    """
+    rewards = np.array([1, 1, 0, 1, 0, 0, 0, 0, 0.0])  # pass rates 2/3, 1/3, 0
+    batch = [chunk(range(0, 4), rewards[:4], 0), chunk([27, 30], None, 1), chunk(range(4, 9), rewards[4:], 1)]
+    with_them = of_batch(batch, DistillConfig(response_weight=kind), [1.0], 3)
+    rollouts: list[Rollout] = []
+    for parts in scatter_to_groups(with_them, 2):
+        own, _ = select([part.sequence_indices for part in parts], [part.chunk.rollouts.ref for part in parts], None)
+        rollouts += trained_on(with_numbers(own, [part.numbers or b"" for part in parts]), None, 0)[0]
+    kept = [0, 1, 3] if kind == "correct" else [0, 1, 2, 3, 4, 5]
+    assert sorted(r.sample_index for r in rollouts) == [*kept, 27, 30]
+    factors = {r.sample_index: r.factor for r in rollouts}
+    assert [factors[i] for i in kept] == pytest.approx([1] * len(kept)), "p (1 - p) is 2/9 for both prompts"
+    weights = sequence_weights(rollouts, route_counts(rollouts, 1), [ROUTE], normalize)
+    plain = [dataclasses.replace(r, factor=1.0) for r in rollouts]
+    np.testing.assert_allclose(weights, sequence_weights(plain, route_counts(plain, 1), [ROUTE], normalize))
+    halved = [dataclasses.replace(r, factor=0.5) for r in rollouts]
+    np.testing.assert_allclose(2 * sequence_weights(halved, route_counts(halved, 1), [ROUTE], normalize), weights)
+
+
+def test_unequal_pass_rates_have_a_mean_of_1() -> None:
+    """Fails if factors are normalized over a prompt or a chunk, or by responses that are not trained on."""
+    rewards = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1.0])  # of 4 responses each: 1/4, 1/2, 1
+    batch = [chunk(range(0, 6), rewards[:6], 0), chunk(range(6, 12), rewards[6:], 1)]
+    with_them = of_batch(batch, DistillConfig(response_weight="pass_rate"), [1.0], 4)
+    found = np.concatenate([numbers_of(scored)[:, 1] for scored in with_them])
+    np.testing.assert_allclose(found, [6 / 7] * 4 + [8 / 7] * 4 + [0] * 4, rtol=1e-6)
+
+
+def numbers_of(scored: ScoredChunk) -> np.ndarray:
+    assert scored.numbers is not None
+    return scored.numbers
 
 
 def test_reward_numbers() -> None:

@@ -12,7 +12,7 @@ import pytest
 from examples.quickstart.addition import build_tokenizer
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.data.batching import without_first
+from gkd.data.batching import trained_on
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
 from gkd.rollout.vllm.sampling import read_logprobs
@@ -56,7 +56,7 @@ def test_skipped_tokens_take_their_ids_along() -> None:
     """Fails if the ids of a response are those of other tokens after the first ones are skipped."""
     one = rollout(1)
     ids = np.arange(3 * len(one.response_ids), dtype=np.int32).reshape(-1, 3)
-    (cut,), _ = without_first([replace(one, top_ids=ids)], None, 1)
+    (cut,), _ = trained_on([replace(one, top_ids=ids)], None, 1)
     np.testing.assert_array_equal(cut.top_ids, ids[1:])
 
 

@@ -17,7 +17,7 @@ from gkd.config.load import load_config
 from gkd.config.schema import Route
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import RouteConfig, TeacherConfig
-from gkd.data.batching import make_micro_batches, without_first
+from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.chunks import dataset_chunks
 from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.data.collate import route_counts
@@ -210,7 +210,7 @@ def test_skipped_tokens_have_no_loss_rows(kind: str, packed: bool) -> None:
         replace(scores(r, kind), reference_logprobs=-np.arange(len(r.response_ids), dtype=np.float32)) for r in rollouts
     ]
     (whole,) = make_micro_batches(rollouts, tables, micro_batch_size=6, packed=packed)
-    kept, of_kept = without_first(rollouts, tables, n)
+    kept, of_kept = trained_on(rollouts, tables, n)
     (cut,) = make_micro_batches(kept, of_kept, micro_batch_size=6, packed=packed)
     assert whole.targets is not None and cut.targets is not None
     at = [(i, j) for i, r in enumerate(rollouts) for j in range(len(r.response_ids))]
@@ -224,7 +224,7 @@ def test_skipped_tokens_have_no_loss_rows(kind: str, packed: bool) -> None:
     assert [r.n_tokens for r in kept] == [rollouts[i].n_tokens for i in long]
     reads = cut.tokens.flatten()[cut.loss_index], whole.tokens.flatten()[whole.loss_index][rows]
     assert np.array_equal(*reads)
-    assert without_first(rollouts, tables, 0) == (rollouts, tables)
+    assert trained_on(rollouts, tables, 0) == (rollouts, tables)
 
 
 def _ids(values: list[int] | None) -> np.ndarray | None:

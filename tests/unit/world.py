@@ -30,6 +30,7 @@ from gkd.types import (
     PendingScores,
     Prompt,
     Recording,
+    ResponseLimits,
     RolloutChunk,
     RolloutUsage,
     Sample,
@@ -81,14 +82,23 @@ class World:
         self.polls_per_recording = 0  # polls that find a recording unfinished
         self.restarts = EngineRestarts()  # since the last `usage`
         self.n_memory_calls = 0
+        self.limits: list[ResponseLimits | None] = []  # of each `generate`
         self.waits_s: list[float | None] = []  # time-out of each wait for a save
         self._saving: tuple[Path, int] | None = None
         self._polls_left = 0
         self._recording_left, self._recording_scored = 0, False
 
     def generate(
-        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        prompt_indices: Sequence[int],
+        n: int,
+        temperature: float,
+        seed: int,
+        limits: ResponseLimits | None = None,
     ) -> Iterator[RolloutChunk]:
+        self.limits.append(limits)
         self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
         self.prompt_indices.append(list(prompt_indices))
         for prompt, index in zip(prompts, prompt_indices, strict=True):

@@ -338,6 +338,7 @@ class Student(ABC):
         before, self._early_sums = self._early_sums, None
         if before is None:
             self._zero_grads()
+        self.loss.spec = self.loss.spec.at(self.step)
         sums = self._run(micro_batches, backward=True, completes=completes)
         return sums if before is None else before.plus(sums)
 

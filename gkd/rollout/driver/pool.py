@@ -23,7 +23,7 @@ from gkd.memory.usage import merge
 from gkd.rollout.driver.dispatcher import Dispatcher, JobStream, name_of
 from gkd.rollout.driver.recovery import Engines
 from gkd.rollout.messages import Sampling
-from gkd.types import GreedyReport, Prompt, RolloutChunk, RolloutUsage, Sample
+from gkd.types import GreedyReport, Prompt, ResponseLimits, RolloutChunk, RolloutUsage, Sample
 from gkd.user_code import search_path
 
 _CLOSE_S = 5.0  # an engine replies within milliseconds, unless its process hangs or is being created
@@ -72,13 +72,21 @@ class RolloutPool:
         gather(calls, "removing the files of vLLM", _CLOSE_S, failed={})
 
     def generate(
-        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        prompt_indices: Sequence[int],
+        n: int,
+        temperature: float,
+        seed: int,
+        limits: ResponseLimits | None = None,
     ) -> Iterator[RolloutChunk]:
         """Yield chunks of all engines in order of completion. What an engine has not returned before it dies, the
         engines that are up generate.
 
         Args:
             prompt_indices: index of each prompt in the whole batch.
+            limits: None: those of the settings.
 
         Raises:
             EngineFailed: an engine failed for good.
@@ -86,7 +94,7 @@ class RolloutPool:
         """
         config = self._config
         with self._generating:
-            job = self._dispatcher.start(self._sampling(n, temperature, seed), lingers=False, first=True)
+            job = self._dispatcher.start(self._sampling(n, temperature, seed, limits), lingers=False, first=True)
             try:
                 job.admit(prompts, prompt_indices=prompt_indices)
                 n_left = len(prompts) * n
@@ -116,10 +124,20 @@ class RolloutPool:
         self._stream = self._dispatcher.start(self._sampling(n, temperature, seed), lingers=True)
         return self._stream
 
-    def _sampling(self, n: int, temperature: float, seed: int) -> Sampling:
-        rollout, n_tokens = self._config.rollout, self._config.data.max_response_length
-        n_top_ids = self._config.derived.n_student_ids
-        return Sampling(n, temperature, rollout.top_p, n_tokens, seed, n_top_ids, rollout.top_k, rollout.min_p)
+    def _sampling(self, n: int, temperature: float, seed: int, limits: ResponseLimits | None = None) -> Sampling:
+        rollout = self._config.rollout
+        limits = limits or ResponseLimits(self._config.data.max_response_length, rollout.max_turns)
+        return Sampling(
+            n,
+            temperature,
+            rollout.top_p,
+            limits.tokens,
+            seed,
+            self._config.derived.n_student_ids,
+            rollout.top_k,
+            rollout.min_p,
+            limits.turns,
+        )
 
     def dataset(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int

@@ -154,7 +154,7 @@ class RolloutWorker:
         environments = Environments(start, rollout.environment_workers, rollout.environment_timeout_s)
         environments.wait_ready(config.trainer.init_timeout_s)
         delta = ChatDelta(self._tokenizer, variables, eos_ids, environments.tools, setting=setting)
-        return Turns(environments, delta, rollout.max_turns)
+        return Turns(environments, delta)
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
         self._config, self._device, self._run_dir = config, device, run_dir
@@ -169,7 +169,8 @@ class RolloutWorker:
             n_samples: the responses to the prompts in front of this index are returned.
         """
         max_tokens = self._config.data.max_response_length
-        sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
+        max_turns = self._config.rollout.max_turns
+        sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0, max_turns=max_turns)
         n_correct = Counter[int]()
         samples: dict[int, Sample] = {}
         answers = {i: prompt.answer or "" for i, prompt in zip(prompt_indices, prompts, strict=True)}

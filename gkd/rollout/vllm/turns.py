@@ -39,14 +39,11 @@ class _Open:
 
 
 class Turns:
-    """The trajectories of one engine that have environments. Not thread-safe.
+    """The trajectories of one engine that have environments. Not thread-safe."""
 
-    Args:
-        max_turns: rollout.max_turns.
-    """
-
-    def __init__(self, environments: Environments, delta: ChatDelta, max_turns: int) -> None:
-        self._environments, self._delta, self._max_turns = environments, delta, max_turns
+    def __init__(self, environments: Environments, delta: ChatDelta) -> None:
+        self._environments = environments
+        self._delta = delta
         self._open: dict[int, _Open] = {}
         self._continued: dict[int, Request] = {}  # key -> trajectory whose next turn vLLM generates
         self._n_errors = 0
@@ -94,7 +91,7 @@ class Turns:
             return self._error(request, reply.error)
         if reply.messages is None:
             return "stop"
-        if request.n_turns >= self._max_turns:
+        if request.n_turns >= request.sampling.max_turns:
             return "environment"
         if not self._delta.follows(last := int(request.ids[-1][-1])):
             if last not in self._other_ends:
