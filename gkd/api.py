@@ -75,7 +75,8 @@ def run(config: Config, closing: Closing) -> None:
     with Terminal(config.trainer.progress, config.trainer.run_dir) as terminal, open_pools(config) as pools:
         plan = pools.plan
         trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
-        closing.state, closing.device = trainer.metrics.state, plan.device
+        closing.state = trainer.metrics.state
+        closing.device = plan.device
         with terminal.watching(trainer.metrics.state, pools.teacher_health):
             collect_garbage_rarely()
             trainer.fit()

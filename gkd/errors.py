@@ -27,7 +27,11 @@ class ConfigError(GkdError):
     """
 
     def __init__(self, key: str, value: object, problem: str, fix: str, more: Sequence[ConfigError] = ()) -> None:
-        self.key, self.value, self.problem, self.fix, self.more = key, value, problem, fix, tuple(more)
+        self.key = key
+        self.value = value
+        self.problem = problem
+        self.fix = fix
+        self.more = tuple(more)
         advice = f" Fix: {fix}" if fix else ""
         super().__init__("\n".join([f"{key} = {value!r}: {problem}{advice}", *map(str, more)]))
 
@@ -60,7 +64,8 @@ class ModelError(GkdError):
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
-        self.problem, self.fix = problem, fix
+        self.problem = problem
+        self.fix = fix
         super().__init__(problem, fix)  # both, for pickle
 
     def __str__(self) -> str:
@@ -118,7 +123,8 @@ class RankTimeout(ClusterError):
     """
 
     def __init__(self, message: str, late: Sequence[str] = (), *, diagnosed: bool = False) -> None:
-        self.late, self.diagnosed = tuple(late), diagnosed
+        self.late = tuple(late)
+        self.diagnosed = diagnosed
         super().__init__(message)
 
 

@@ -37,7 +37,8 @@ class _FileCopy(logging.Handler):
             self._write(self._waiting.popleft())
 
     def close_file(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 

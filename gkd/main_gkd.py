@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        code, failure = 1, error
+        code = 1
+        failure = error
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
         print("interrupted; all started processes are stopped", file=sys.stderr)
         code = 130

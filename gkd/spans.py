@@ -82,7 +82,9 @@ class Phase(Enum):
     EXPORT = "export", "export"
 
     def __init__(self, words: str, span: str = "") -> None:
-        self._words, self.metric, self.span = words, words.replace(" ", "_"), span
+        self._words = words
+        self.metric = words.replace(" ", "_")
+        self.span = span
 
     def __str__(self) -> str:
         return self._words
@@ -162,9 +164,12 @@ class SpanRecorder:
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.process, self.clock, self._wall = process, clock, wall
+        self.process = process
+        self.clock = clock
+        self._wall = wall
         self.now: tuple[Activity, ...] = () if doing is None else (Activity(doing, clock()),)
-        self._has_base, self._main_only = doing is not None, main_only
+        self._has_base = doing is not None
+        self._main_only = main_only
         self._thread: int | None = None  # the one that changed `now` last
         self._host = socket.gethostname()
         self._spans: list[Span] = []  # starts on the monotonic clock
@@ -228,7 +233,8 @@ class SpanRecorder:
             finer: function name -> phase, for library code that reports no phase. The innermost of these functions on
                 the stack of the working thread gives the phase.
         """
-        doing, known = self.now[-1], finer or {}
+        doing = self.now[-1]
+        known = finer or {}
         frame = sys._current_frames().get(self._thread) if known and self._thread is not None else None
         while frame is not None and frame.f_code.co_name not in known:
             frame = frame.f_back
@@ -274,7 +280,8 @@ class SpanRecorder:
             to_wall_s: see `to_wall_s`; default: measured now.
         """
         with self._lock:
-            spans, self._spans = self._spans, []
+            spans = self._spans
+            self._spans = []
         offset_s = self.to_wall_s() if to_wall_s is None else to_wall_s
         moved = [replace(span, start_s=span.start_s + offset_s) for span in spans]
         return ProcessSpans(self.process, self._host, in_lanes(merged(moved)))
@@ -283,7 +290,8 @@ class SpanRecorder:
         return not self._main_only or threading.get_ident() == _MAIN
 
     def _show(self, now: tuple[Activity, ...]) -> None:
-        self.now, self._thread = now, threading.get_ident()
+        self.now = now
+        self._thread = threading.get_ident()
 
     def _replace_innermost(self, **changes: Any) -> None:
         if self.now and self._is_shown():

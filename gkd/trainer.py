@@ -45,7 +45,10 @@ class Trainer:
         folder: RunFolder,
         total_steps: int,
     ) -> None:
-        self.config, self.roles, self.folder, self.total_steps = config, roles, folder, total_steps
+        self.config = config
+        self.roles = roles
+        self.folder = folder
+        self.total_steps = total_steps
         self.step = 0  # optimizer steps made; also the version of the student's weights
         self.gpus = GpuSharing(config, roles)
         self.source = make_source(config, roles, train_prompts, total_steps)

@@ -65,9 +65,13 @@ class OffloadController:
         resident_bytes: Callable[[], int] = lambda: 0,
         span: Callable[[Phase], AbstractContextManager[None]] = _undiagnosed,
     ) -> None:
-        self._student, self._device, self._automatic = student, device, automatic
-        self._timeout, self._diagnosed = timedelta(seconds=timeout_s), diagnosed
-        self._resident_bytes, self._span = resident_bytes, span
+        self._student = student
+        self._device = device
+        self._automatic = automatic
+        self._timeout = timedelta(seconds=timeout_s)
+        self._diagnosed = diagnosed
+        self._resident_bytes = resident_bytes
+        self._span = span
         self._group: Any = None  # process group of the barriers
         self._waited_s = 0.0  # time in the barriers so far
         self._alone = False  # skip the barriers: other ranks do not make this call, or have left it
@@ -126,16 +130,19 @@ class OffloadController:
             alone: not all ranks make this call; skip the barriers.
             sync_follows: this rank sends its weights next, so as configured they stay on the device.
         """
-        offload, kinds = is_offload_states, None
+        offload = is_offload_states
+        kinds = None
         if offload is None:
-            offload, kinds = self._automatic, _BUT_PARAMS if sync_follows else None
+            offload = self._automatic
+            kinds = _BUT_PARAMS if sync_follows else None
         if not offload and not self._ever_moved:
             if not self._student.states.away():
                 yield
                 return
             alone = True  # a call of some ranks has offloaded them; the other ranks do not reload
         self._ever_moved |= not alone
-        self._alone, before_s = alone, self._waited_s
+        self._alone = alone
+        before_s = self._waited_s
         try:
             with state_offload_manager(self, self._metrics, infix, offload, include=include, offload=kinds):
                 try:
@@ -156,7 +163,8 @@ class OffloadController:
         and `offload` that this rank waited for the others, and once states have moved `memory/moved_to_host` and
         `memory/moved_to_device`, in GiB copied.
         """
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         if self._ever_moved:
             metrics |= {f"memory/moved_{way}": n / GIB for way, n in self._student.states.take_moved_bytes().items()}
         return metrics

@@ -35,7 +35,8 @@ class ActorPool:
     """Implement `gkd.roles.ActorRole` over the pool's Ray actors, in rank order."""
 
     def __init__(self, workers: Sequence[Any], config: Config) -> None:
-        self.workers, self._config = list(workers), config
+        self.workers = list(workers)
+        self._config = config
         self._timeout_s = config.trainer.stage_timeout_s
         self._layouts = layouts_of(config.actor, len(workers))
         self.dp_size = self._layouts[0].dp
@@ -164,7 +165,8 @@ class ActorPool:
         return merge([numbers for numbers, _ in by_rank])
 
     def take_spans(self) -> list[ProcessSpans]:
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def exporters(self, device: str = "cpu") -> list[list[Any]]:
@@ -241,7 +243,8 @@ def _options(meta: Mapping[str, Any] | None, *further: str) -> dict[str, Any]:
     Raises:
         ValueError: the call does not support a key.
     """
-    options, supported = dict(meta or {}), ("is_offload_states", *further)
+    options = dict(meta or {})
+    supported = ("is_offload_states", *further)
     if unknown := sorted(set(options) - set(supported)):
         raise ValueError(f"meta has unknown keys {', '.join(unknown)}; this call supports {', '.join(supported)}")
     return {key: bool(value) for key, value in options.items()}
@@ -256,7 +259,8 @@ class PendingLogprobs:
     """
 
     def __init__(self, calls: Pending, parts: Sequence[PartialResults]) -> None:
-        self._calls, self._parts = calls, list(parts)
+        self._calls = calls
+        self._parts = list(parts)
 
     def wait(self, timeout_s: float | None = None) -> list[list[np.ndarray]]:
         """Return for each chunk, in its order, [R] float32 of each sequence. May be repeated.

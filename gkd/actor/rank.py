@@ -59,7 +59,8 @@ class ActorRank:
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._name = rank, f"actor rank {rank}"
+        self._rank = rank
+        self._name = f"actor rank {rank}"
         self._log = get_logger(f"actor.{rank}")
         self._spans = SpanRecorder(f"actor {rank}", Phase.STARTED)
         self._pair: TokenizerPair | None = None
@@ -110,7 +111,8 @@ class ActorRank:
         self._spans.enter("fetching the models")
         self._config = config = with_local_copies(config)
         derived = config.derived
-        actor, trainer = config.actor, config.trainer
+        actor = config.actor
+        trainer = config.trainer
         timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S
         timeout = timedelta(seconds=timeout_s)
         self._spans.enter("joining the actor group")
@@ -126,7 +128,8 @@ class ActorRank:
             store.set_timeout(timeout)
         else:
             store = dist.TCPStore(*address, is_master=False, timeout=timeout)
-        backend, world_size = "nccl" if device == "cuda" else "gloo", derived.world_size
+        backend = "nccl" if device == "cuda" else "gloo"
+        world_size = derived.world_size
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=world_size, timeout=timeout)
         self._spans.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
@@ -233,7 +236,8 @@ def build_student(
         collective_timeout_s: of the process groups that the backend creates.
         on_phase: called with the name of each start-up phase.
     """
-    actor, derived = config.actor, config.derived
+    actor = config.actor
+    derived = config.derived
     if actor.attention != "auto":
         from gkd.actor.common.attention import use_flash_attention
 
@@ -326,11 +330,15 @@ class RankMemory:
     def __init__(
         self, config: Config, device: torch.device, run_dir: Path, name: str, spans: SpanRecorder, log: logging.Logger
     ) -> None:
-        self._config, self._device, self._folder = config, device, run_dir / "memory"
-        self._name, self._spans = name, spans
+        self._config = config
+        self._device = device
+        self._folder = run_dir / "memory"
+        self._name = name
+        self._spans = spans
         self.timeline = Timeline(device)
         self._counts = CountMeter(device)
-        self._log, self._metrics = log, dict[str, float]()
+        self._log = log
+        self._metrics = dict[str, float]()
         self.states: Callable[[], Mapping[str, int]] = dict  # bytes on the device by kind of state
 
     @contextmanager

@@ -279,7 +279,8 @@ class ActorWorker(ActorRank):
         Raises:
             CheckpointError: the trace cannot be written.
         """
-        step, on_cuda = self._student.step + 1, self._device.type == "cuda"
+        step = self._student.step + 1
+        on_cuda = self._device.type == "cuda"
         if self._rank or step not in listed_steps(self._config.trainer.profile_steps):
             yield
             return
@@ -296,7 +297,8 @@ class ActorWorker(ActorRank):
         log.info("wrote the profile of step %d to %s", step, file)
 
     def _training_batches(self, inputs: Sequence[Any]) -> tuple[MicroBatches, list[Rollout]]:
-        has_reference, skip_first = self._config.derived.loss.has_reference, self._config.distill.skip_first_tokens
+        has_reference = self._config.derived.loss.has_reference
+        skip_first = self._config.distill.skip_first_tokens
         return self._micro_batches(inputs, with_reference=has_reference, skip_first=skip_first)
 
     def _micro_batches(
@@ -311,7 +313,8 @@ class ActorWorker(ActorRank):
         Raises:
             DataError, TeacherError: a sequence of some rank is invalid, see `check_batch`; the same error on all ranks.
         """
-        inputs, actor = ChunkInputs.of_args(*args), self._config.actor
+        inputs = ChunkInputs.of_args(*args)
+        actor = self._config.actor
         with same_error(self._device):
             scored = inputs.scores_with_reference() if self._layout.is_last_stage else None
             rollouts, scores = select(inputs.indices, inputs.rollouts, scored)
@@ -341,7 +344,8 @@ class ActorWorker(ActorRank):
 
     def _weighted(self, batches: MicroBatches, rollouts: list[Rollout]) -> tuple[MicroBatches, dict[str, float]]:
         """Return the micro-batches weighed by distill.normalize, and the sizes of the routes. Collective."""
-        distill, routes = self._config.distill, self._config.derived.routes
+        distill = self._config.distill
+        routes = self._config.derived.routes
         if distill.normalize == "token" and distill.response_weight == "none" and not routes[0].name:
             return batches, {}
         counts = self._student.sum_over_groups(torch.from_numpy(route_counts(rollouts, len(routes)))).cpu().numpy()

@@ -73,7 +73,10 @@ class Pending:
         timeout_s: float,
         on_failure: Callable[[dict[str, RankFailed]], None] | None = None,
     ) -> None:
-        self._refs, self._what, self._timeout_s, self._on_failure = dict(refs), what, timeout_s, on_failure
+        self._refs = dict(refs)
+        self._what = what
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait as `gather` does. May be repeated, also after a RankTimeout.

@@ -47,7 +47,8 @@ _JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.cluster.begin_process"}
 _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
 _KILLED_S = 5.0
-_LOOKS, _LOOK_S = 25, 0.002
+_LOOKS = 25
+_LOOK_S = 0.002
 _LOG_EVERY_S = 15.0  # between log lines while resources are not free
 _RUN = "GKD_CLUSTER_RUN"  # environment variable of all processes of a cluster started here: its `Cluster.run`
 _NODE_ID = "ray.io/node-id"  # a label of every Ray node
@@ -144,7 +145,8 @@ class Cluster:
                 what each node has.
         """
         fix = "lower the pool's n_gpus_per_node or nnodes"
-        deadline, logged = time.monotonic() + timeout_s, -math.inf
+        deadline = time.monotonic() + timeout_s
+        logged = -math.inf
         while True:
             nodes = in_order(_nodes())
             if place([node.total for node in nodes], specs) is None:
@@ -156,7 +158,8 @@ class Cluster:
                 if pools is not None:
                     return pools
                 nodes = in_order(_nodes())
-            missing, left_s = shortage(nodes, specs, free=True), deadline - time.monotonic()
+            missing = shortage(nodes, specs, free=True)
+            left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise ClusterError(
                     f"the pools' GPUs and CPUs were not free within {timeout_s:.0f} s; {missing}. "
@@ -221,7 +224,8 @@ def _kill_rest(run: str, left: Sequence[psutil.Process] = ()) -> None:
     An agent that starts while its raylet ends may wait for it for more than a minute.
     """
     killed: set[psutil.Process] = set()
-    deadline, is_left = time.monotonic() + EXEC_S, True
+    deadline = time.monotonic() + EXEC_S
+    is_left = True
     while is_left:
         is_left = False
         for process in psutil.process_iter():

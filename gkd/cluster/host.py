@@ -82,7 +82,8 @@ def temporary_folder(n_bytes: int) -> Path:
         ClusterError: it is too long, and /tmp cannot be written.
     """
     variable, named = _named()
-    size, most = len(os.fsencode(named)), MOST_BYTES - n_bytes
+    size = len(os.fsencode(named))
+    most = MOST_BYTES - n_bytes
     if size <= most:
         return named
     if os.access(_SHORT, os.W_OK | os.X_OK):

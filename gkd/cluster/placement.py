@@ -95,7 +95,8 @@ def place(rooms: Sequence[Room], pools: Sequence[PoolSpec]) -> list[list[int]] |
     # impossible.
     least: list[dict[tuple[int, ...], int]] = [{(0,) * len(pools): 0}]
     for room in reversed(rooms):
-        after, here = least[0], {}
+        after = least[0]
+        here = {}
         for left in product(*(range(count + 1) for count in wanted)):
             costs = [after[rest] + (len(chosen) > 1) for chosen, rest in _choices(room, pools, left) if rest in after]
             if costs:
@@ -106,7 +107,8 @@ def place(rooms: Sequence[Room], pools: Sequence[PoolSpec]) -> list[list[int]] |
     taken: list[list[int]] = [[] for _ in pools]
     left = wanted
     for i, room in enumerate(rooms):
-        after, best = least[i + 1], least[i][left]
+        after = least[i + 1]
+        best = least[i][left]
         chosen, left = next(
             (chosen, rest)
             for chosen, rest in _choices(room, pools, left)

@@ -37,7 +37,8 @@ _STATES = {
     "t": "stopped by a debugger",
     "D": "inside a disk or driver call",
 }
-_PACKAGES, _STDLIB = "/site-packages/", "/lib/python3"
+_PACKAGES = "/site-packages/"
+_STDLIB = "/lib/python3"
 _FRAME = re.compile(r'  File "(.+)", line (\d+|\?+) in (.+)')
 
 _file: BufferedRandom | None = None  # open until the process ends
@@ -157,7 +158,8 @@ def stacks_here(run: str, rank: str = "") -> list[RankStack]:
 def ranks_here(run: str) -> dict[int, str]:
     """Return {pid: rank} of the run's processes on this machine. Waits for processes that are being started."""
     found: dict[int, str] = {}
-    unknown, deadline = list(Path("/proc").glob("[0-9]*")), time.monotonic() + EXEC_S
+    unknown = list(Path("/proc").glob("[0-9]*"))
+    deadline = time.monotonic() + EXEC_S
     while unknown:
         owners = {folder: _owner(folder) for folder in unknown}
         for folder, owner in owners.items():

@@ -163,7 +163,8 @@ def sort_visible_gpus() -> None:
     Ray 2.60 writes the variable from a set. The order differs from process to process if Ray itself was started with
     the variable. A value that names other GPUs than Ray assigned is not changed; the GPU map reports it.
     """
-    ids, visible = _ray_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    ids = _ray_gpu_ids()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if ids and visible is not None and sorted(visible.split(",")) == sorted(ids):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 

@@ -36,7 +36,9 @@ def check_strategy(config: Config) -> None:
 
 def check_pools(config: Config) -> None:
     """Check that the parallel layout divides the pools."""
-    t, a, r = config.trainer, config.actor, config.rollout
+    t = config.trainer
+    a = config.actor
+    r = config.rollout
     world = config.derived.world_size
     if world % a.group_size:
         sizes = f"actor.tp {a.tp} x actor.cp {a.cp} x actor.pp {a.pp} = {a.group_size}"
@@ -57,7 +59,9 @@ def check_pools(config: Config) -> None:
 
 def check_cluster(config: Config) -> None:
     """Check the cluster, what shares GPUs, and that engines can hold the adapters."""
-    t, r, c = config.trainer, config.rollout, config.cluster
+    t = config.trainer
+    r = config.rollout
+    c = config.cluster
     if c.teacher_gpu_share + r.gpu_memory_utilization > 1 and not r.kv_cache_mib:
         share = c.teacher_gpu_share
         problem = f"cluster.teacher_gpu_share {share:g} of the same GPUs is the teacher's: together more than 1."
@@ -73,7 +77,8 @@ def check_cluster(config: Config) -> None:
     if min(c.gpus) < 0 or len(set(c.gpus)) < len(c.gpus):
         raise config.error("cluster.gpus", "must be distinct numbers >= 0.", "write e.g. [0, 1, 2, 3].")
     # A node may hold only one of the pools if there are several nodes.
-    both, most = t.n_gpus_per_node + r.n_gpus_per_node, max(t.n_gpus_per_node, r.n_gpus_per_node)
+    both = t.n_gpus_per_node + r.n_gpus_per_node
+    most = max(t.n_gpus_per_node, r.n_gpus_per_node)
     n_wanted = most if c.ray_address or t.colocate else both
     if len(c.gpus) < n_wanted:
         sizes = f"trainer.n_gpus_per_node {t.n_gpus_per_node} and rollout.n_gpus_per_node {r.n_gpus_per_node}"
@@ -83,7 +88,9 @@ def check_cluster(config: Config) -> None:
 
 def check_sizes(config: Config) -> None:
     """Check batch sizes, lengths, the learning rate schedule and timeouts."""
-    t, dp, longest = config.trainer, config.derived.dp_size, config.derived.max_sequence_length
+    t = config.trainer
+    dp = config.derived.dp_size
+    longest = config.derived.max_sequence_length
     if t.global_batch_size < dp:
         problem = f"each of the actor's {dp} data-parallel groups needs a prompt."
         raise config.error("trainer.global_batch_size", problem, f"use at least {dp}, or a larger actor.tp, cp or pp.")
@@ -106,13 +113,15 @@ def check_sizes(config: Config) -> None:
 
 def check_routes(config: Config) -> None:
     """Check that the routes are complete, and that nothing refers to one that is not there."""
-    teacher, data = config.teacher, config.data
+    teacher = config.teacher
+    data = config.data
     if not teacher.routes:
         return
     if wrong := [name for name in teacher.routes if not _NAME.fullmatch(name)]:
         problem = "a name has letters, digits, _ and - only, because metrics contain it."
         raise ConfigError("teacher.routes", wrong[0], problem, "rename it.")
-    shares, size = data.domain_shares, config.trainer.global_batch_size
+    shares = data.domain_shares
+    size = config.trainer.global_batch_size
     is_complete = shares.keys() == teacher.routes.keys() and all(0 < share < math.inf for share in shares.values())
     if shares and not is_complete:
         fix = f"give each of {', '.join(teacher.routes)} a number > 0."
@@ -132,7 +141,9 @@ def check_reward(config: Config) -> None:
 
     `gkd.preflight.user_code` imports the functions.
     """
-    reward, metric, distill = config.reward, config.eval.metric, config.distill
+    reward = config.reward
+    metric = config.eval.metric
+    distill = config.distill
     for i, entry in enumerate(reward.functions):
         if entry.weight == 0:
             fix = "give it a weight, or remove the function."
@@ -155,7 +166,8 @@ def check_reward(config: Config) -> None:
 
 def check_best(config: Config) -> None:
     """Check that the evaluations of the run have the number of trainer.keep_best."""
-    name, n = config.trainer.keep_best, config.eval.n
+    name = config.trainer.keep_best
+    n = config.eval.n
     kls = ["eval/kl", "eval/end_kl_share", "eval/sure_and_wrong_share", "eval/canonical"]
     found = ["eval/reverse_kl"] if config.derived.signals == ("sampled",) else kls
     if config.eval.metric != NO_METRIC:
@@ -168,7 +180,8 @@ def check_best(config: Config) -> None:
 
 def check_prompts(config: Config) -> None:
     """Check the teacher's prompt, that tokens carry loss, the environment, and that images reach the teacher."""
-    rollout, paths = config.rollout, (config.eval.metric, *config.derived.rewards)
+    rollout = config.rollout
+    paths = (config.eval.metric, *config.derived.rewards)
     if config.teacher.prompt_template:
         template_parts(config.teacher.prompt_template)
     if config.distill.skip_first_tokens >= config.data.max_response_length:
@@ -186,7 +199,8 @@ def check_prompts(config: Config) -> None:
         return
     if not is_path(rollout.environment):
         raise config.error("rollout.environment", "is not the path of a class.", "write package.module:Class.")
-    longest_s, limit_s = rollout.max_turns * rollout.environment_timeout_s, config.trainer.stage_timeout_s
+    longest_s = rollout.max_turns * rollout.environment_timeout_s
+    limit_s = config.trainer.stage_timeout_s
     if longest_s >= limit_s:
         problem = f"x rollout.max_turns it is {longest_s:g} s, and trainer.stage_timeout_s is {limit_s:g} s."
         fix = "reduce one of them, or raise trainer.stage_timeout_s."
@@ -195,7 +209,8 @@ def check_prompts(config: Config) -> None:
 
 def check_signal(config: Config) -> None:
     """Check that the teacher's signal contains what the losses need, and that the engines name enough ids."""
-    t, spec = config.teacher, config.derived.loss
+    t = config.teacher
+    spec = config.derived.loss
     if t.signal == "sampled" and spec.divergences:
         names = ", ".join(term.name for term in spec.divergences)
         problem = f"{names} needs a distribution, and this signal is the probability of one token."
@@ -211,7 +226,8 @@ def check_signal(config: Config) -> None:
 
 def check_terms(config: Config) -> None:
     """Check that the losses use the parameters that are set, and can compare texts if they have to."""
-    distill, spec = config.distill, config.derived.loss
+    distill = config.distill
+    spec = config.derived.loss
     names = ", ".join(term.name for term in spec.terms)
     for name in ("beta", "alpha"):
         owners = [loss for loss, parameters in DIVERGENCES.items() if name in parameters]
@@ -245,7 +261,8 @@ def check_backend(config: Config) -> None:
         problem = f"teacher.backend={backends} does not use this key, and {other} does."
         fix = f"remove it, or set teacher.backend={other}."
         if config.teacher.routes:
-            problem, fix = f"each of teacher.routes has backend {backends}, which does not use this key.", "remove it."
+            problem = f"each of teacher.routes has backend {backends}, which does not use this key."
+            fix = "remove it."
         config.check_unused(unused, problem, fix)
     every = frozenset().union(*(backend.keys for backend in BACKENDS.values()))
     for route in config.derived.routes:
@@ -258,7 +275,8 @@ def check_backend(config: Config) -> None:
 
 def _check_http_teacher(config: Config, route: Route) -> None:
     """Check the addresses of an HTTP teacher, and that prompt logprobs contain what the losses need."""
-    teacher, variable = route.teacher, route.teacher.api_key_env
+    teacher = route.teacher
+    variable = route.teacher.api_key_env
     fix = "write e.g. http://127.0.0.1:8000, without /v1 and without a password."
     if not teacher.url:
         raise ConfigError(route.key("url"), "", "teacher.backend=http needs the address of a server.", fix)
@@ -267,7 +285,8 @@ def _check_http_teacher(config: Config, route: Route) -> None:
             shown = url if "@" not in url else "(not shown)"
             raise ConfigError(route.key("url"), shown, "is not the address of an HTTP server.", fix)
     if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):  # it may be the key itself
-        problem, fix = "is not the name of an environment variable.", "put the key into a variable, and name that."
+        problem = "is not the name of an environment variable."
+        fix = "put the key into a variable, and name that."
         raise ConfigError(route.key("api_key_env"), "(not shown)", problem, fix)
     valid = {"signal": ("topk", "sampled"), "temperature": (1.0,), "mass": (0.0,)}
     for name, values in valid.items():
@@ -293,7 +312,8 @@ def _is_address(url: str) -> bool:
 
 def check_mixture(config: Config) -> None:
     """Check that the losses have tokens to learn from in every step."""
-    spec, share = config.derived.loss, config.distill.on_policy_share
+    spec = config.derived.loss
+    share = config.distill.on_policy_share
     n_prompts = config.trainer.global_batch_size
     if spec.sft is not None and share == 1.0:
         problem = "the loss sft learns from dataset responses, and there are none."
@@ -303,7 +323,8 @@ def check_mixture(config: Config) -> None:
         problem = f"{names} learns from tokens that the student generated, and there are none."
         raise config.error("distill.on_policy_share", problem, "use a share above 0, or remove the loss.")
     # A step without a token to learn from would still change the weights, by momentum and weight decay.
-    only_student, only_dataset = len(spec.policy_gradients) == len(spec.terms), spec.terms == (spec.sft,)
+    only_student = len(spec.policy_gradients) == len(spec.terms)
+    only_dataset = spec.terms == (spec.sft,)
     exact = Fraction(repr(share))  # the decimal number, as `gkd.data.sampler` counts
     each_step = exact * n_prompts if only_student else (1 - exact) * n_prompts if only_dataset else 1
     if each_step < 1:

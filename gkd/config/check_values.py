@@ -84,7 +84,8 @@ def template_parts(template: str) -> list[tuple[str, str]]:
     Raises:
         ConfigError: a placeholder is not a plain name in braces, or there is none.
     """
-    key, fix = "teacher.prompt_template", "write {prompt}, {answer}, {response} or {COLUMN}, and {{ }} for braces."
+    key = "teacher.prompt_template"
+    fix = "write {prompt}, {answer}, {response} or {COLUMN}, and {{ }} for braces."
     parts = []
     try:
         for text, name, spec, conversion in string.Formatter().parse(template):

@@ -93,7 +93,8 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
         fix = "remove it, or see the keys in gkd train --help and the names of other systems in docs/coming_from.md."
         (name, value), *more = others.items()
         if more:
-            name, value = f"{len(others)} other keys", list(others)
+            name = f"{len(others)} other keys"
+            value = list(others)
         problems.append(Problem(name, value, "there is no such key.", fix))
     return problems
 

@@ -31,7 +31,9 @@ from gkd.config.schema_teacher import (
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
-REFERENCE_KL, REWARD = "reference_kl", "reward"  # names of these terms in reports
+# Names of these terms in reports.
+REFERENCE_KL = "reference_kl"
+REWARD = "reward"
 _PARAMETERS = ("beta", "alpha")
 
 

@@ -90,8 +90,13 @@ class Config(Sections):
     @cached_property
     def derived(self) -> Derived:
         """Return what follows from the settings. Raises ConfigError: the loss is not valid."""
-        t, a, r, teacher, data = self.trainer, self.actor, self.rollout, self.teacher, self.data
-        loss, routes = loss_spec(self.distill, teacher.temperature), _routes(teacher)
+        t = self.trainer
+        a = self.actor
+        r = self.rollout
+        teacher = self.teacher
+        data = self.data
+        loss = loss_spec(self.distill, teacher.temperature)
+        routes = _routes(teacher)
         if teacher.routes:
             temperatures = tuple(route.teacher.temperature for route in routes)
             loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
@@ -103,7 +108,8 @@ class Config(Sections):
         if points := t.schedules.get(REWARD_WEIGHT):
             weights[REWARD] = points
         loss = replace(loss, schedules=tuple(weights.items()))
-        world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
+        world_size = t.n_gpus_per_node * t.nnodes
+        engine_gpus = r.n_gpus_per_node * r.nnodes
         teacher_pool = teacher.kind.pool
         longest = data.max_prompt_length + data.max_response_length
         longest_of_teacher = max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length

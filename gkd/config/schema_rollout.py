@@ -80,7 +80,11 @@ class RolloutConfig:
 # Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
-GLOO, NCCL, SHARED_MEMORY, IPC, AUTO = "gloo", "nccl", "shared_memory", "ipc", "auto"
+GLOO = "gloo"
+NCCL = "nccl"
+SHARED_MEMORY = "shared_memory"
+IPC = "ipc"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,10 @@ from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherCon
 from gkd.errors import ConfigError
 from teacher_server.config.declare import Declared, keys_of
 
-EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT = "exact_match", "math_verify", "length", "environment"
+EXACT_MATCH = "exact_match"
+MATH_VERIFY = "math_verify"
+LENGTH = "length"
+ENVIRONMENT = "environment"
 REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.worker`
 COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
 NO_METRIC = "none"  # eval.metric

@@ -45,9 +45,12 @@ class TeacherBackend(NamedTuple):
     is_described: bool = True
 
 
-ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
+# Names of the pools.
+ACTOR = "actor"
+ROLLOUT = "rollout"
 NONE = "none"  # no pool and no server scores
-ZMQ, HTTP = "zmq", "http"
+ZMQ = "zmq"
+HTTP = "http"
 DIALECTS = ("vllm", "sglang")
 _SERVER_KEYS = "server_ip server_port name keys max_in_flight store tokenizer special_tokens"
 _LOCAL_KEYS = "path fsdp_cpu_offload update_interval update_ema tokenizer special_tokens"

@@ -35,7 +35,8 @@ class RunState:
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total_steps, self._clock = total_steps, clock
+        self.total_steps = total_steps
+        self._clock = clock
         self.began_s = self._stepped_s = clock()
         self.step = self.first_step = 0
         self.numbers: Mapping[str, float] = {}
@@ -56,7 +57,9 @@ class RunState:
         """Add a step, or an evaluation before the first step."""
         self._add(step, numbers)
         if "loss/total" in numbers:
-            self.step, self.numbers, self._stepped_s = step, numbers, self._clock()
+            self.step = step
+            self.numbers = numbers
+            self._stepped_s = self._clock()
             self.step_s += numbers["time/step_s"]
             self._plain_s += plain_s(numbers)
             self._recent_s.append(plain_s(numbers))
@@ -104,10 +107,12 @@ class RunState:
     @property
     def trend(self) -> float | None:
         """Return the relative change of the KL between the halves of the newest steps; None: too few, or KL is 0."""
-        kls, half = list(self._kls), len(self._kls) // 2
+        kls = list(self._kls)
+        half = len(self._kls) // 2
         if len(kls) < _FEWEST:
             return None
-        before, after = fmean(kls[:half]), fmean(kls[half:])
+        before = fmean(kls[:half])
+        after = fmean(kls[half:])
         return (after - before) / abs(before) if abs(before) > 1e-12 else None
 
 

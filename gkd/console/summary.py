@@ -118,7 +118,8 @@ class Closing:
     """
 
     def __init__(self, config: Config, arguments: Sequence[str]) -> None:
-        self._config, self._arguments = config, arguments
+        self._config = config
+        self._arguments = arguments
         self._root = Path(config.trainer.run_dir)
         self.state: RunState | None = None
         self.device = ""
@@ -151,7 +152,8 @@ class Closing:
 
     def _next_commands(self) -> list[str]:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
-        run, gkd = shlex.quote(str(self._root)), shlex.join(gkd_words())
+        run = shlex.quote(str(self._root))
+        gkd = shlex.join(gkd_words())
         commands = [serve_command(self._root / EXPORT), f"{gkd} report {run}"]
         best = CheckpointStore(self._root / CHECKPOINTS).best()
         if best is not None and self.state is not None and best.step < self.state.step:

@@ -25,10 +25,13 @@ from gkd.log import get_logger
 from gkd.spans import Activity, Phase, SpanRecorder, current_stage, described, driver
 from gkd.types import TeacherHealth
 
-log, teacher_log = get_logger("run"), get_logger("teacher")
+log = get_logger("run")
+teacher_log = get_logger("teacher")
 
 FIRST_S = 4.0  # silence before the first line; with the poll, a line comes within 5 s also on a busy machine
-PANEL, LINES, OFF = "panel", "lines", "off"
+PANEL = "panel"
+LINES = "lines"
+OFF = "off"
 _TICK_S = 0.5
 _PROBE_S = 5.0  # between requests of the teacher's health
 _JOIN_S = 3.0  # a request of the teacher's health may take 2 s
@@ -79,7 +82,8 @@ class Terminal:
         Args:
             probe: returns it within seconds, called by another thread; None: unknown, or a local teacher.
         """
-        self._state, self._probe = state, probe
+        self._state = state
+        self._probe = probe
         try:
             yield
         finally:
@@ -130,7 +134,8 @@ class Terminal:
 
     def tick(self) -> None:
         """Ask for the teacher's health where that is due, and without a panel log a heartbeat."""
-        now_s, probe = self._doing.clock(), self._probe
+        now_s = self._doing.clock()
+        probe = self._probe
         if probe is not None and now_s - self._probed_s >= _PROBE_S:
             self._probed_s = now_s
             if (health := probe()) is not None:
@@ -146,7 +151,8 @@ class _Above:
     """
 
     def __init__(self, screen: Console, stream: TextIO) -> None:
-        self._screen, self._stream = screen, stream
+        self._screen = screen
+        self._stream = stream
         self._begun = threading.local()
 
     def __getattr__(self, name: str) -> Any:  # encoding, isatty and the like
@@ -194,7 +200,8 @@ class Heartbeat(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not hasattr(record, "is_heartbeat"):
-            self._since_s, self._next_s = self._clock(), FIRST_S
+            self._since_s = self._clock()
+            self._next_s = FIRST_S
 
     def line(self, doing: Sequence[Activity]) -> str:
         """Return the line that is due now about the activities, outermost first, or an empty string."""

@@ -32,7 +32,8 @@ def greedy_sample(tokenizer: Any, rollout: Rollout, answer: str, marker: str) ->
     Args:
         answer: the reference.
     """
-    sample, text = as_text(tokenizer, rollout), tokenizer.decode(rollout.last_turn, skip_special_tokens=True)
+    sample = as_text(tokenizer, rollout)
+    text = tokenizer.decode(rollout.last_turn, skip_special_tokens=True)
     return replace(sample, answer=answer, correct=not sample.truncated and is_correct(text, answer, marker))
 
 

@@ -79,7 +79,8 @@ def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
             raise DataError(f"{where}: {what} position {at}: token id {ids[at]} is outside [0, {n_vocab})")
     if (own := rollout.own) is not None and (own.shape != rollout.response_ids.shape or not own.any()):
         raise DataError(f"{where}: the mask marks {own.sum()} of {own.size} tokens, the response has {len(ids)}")
-    logprobs, n_own = rollout.rollout_logprobs, rollout.n_own
+    logprobs = rollout.rollout_logprobs
+    n_own = rollout.n_own
     if not rollout.on_policy:
         return
     if logprobs.shape != (n_own,):
@@ -189,12 +190,15 @@ def token_records(
     by_index = {rollout.sample_index: rollout for rollout in rollouts}
     rows = torch.cat(list(tables)) if tables else torch.zeros(0, len(names))
     chosen = torch.cat(list(choices)) if choices else None
-    records, stop = [], 0
+    records = []
+    stop = 0
     for index, n_rows in batches.samples:
-        start, stop = stop, stop + n_rows
+        start = stop
+        stop = stop + n_rows
         if (rollout := by_index.get(index)) is not None:
             values = {name: rows[start:stop, i].tolist() for i, name in enumerate(names)}
-            prompt_ids, response_ids = rollout.prompt_ids.tolist(), rollout.response_ids.tolist()
+            prompt_ids = rollout.prompt_ids.tolist()
+            response_ids = rollout.response_ids.tolist()
             top = [] if chosen is None else [_choices_of(row) for row in chosen[start:stop].tolist()]
             observed = [] if rollout.own is None else np.flatnonzero(~rollout.own).tolist()
             records.append(TokenRecord(rollout.prompt_id, index, prompt_ids, response_ids, values, top, observed))

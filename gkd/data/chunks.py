@@ -23,7 +23,8 @@ _HEAD = struct.Struct("<4i")
 _N_SIZES = 8
 # Least sequences per full chunk: few objects for the driver, and scoring starts long before the rollout ends.
 CHUNK_SIZE = 16
-_LARGEST_CHUNK, _MOST_TOKENS = 256, 1 << 18
+_LARGEST_CHUNK = 256
+_MOST_TOKENS = 1 << 18
 _CHUNKS_PER_BATCH = 8
 # Passing on a chunk takes longer than generating and scoring fewer tokens than this with a small model.
 _LEAST_TOKENS = 2048

@@ -105,7 +105,8 @@ def _records(kind: type, columns: Sequence[_Column]) -> list[Any]:
 
 
 def _split(joined: Any, lengths: Sequence[int]) -> list[Any]:
-    parts, start = [], 0
+    parts = []
+    start = 0
     for length in lengths:
         parts.append(joined[start : start + length])
         start += length

@@ -256,7 +256,8 @@ def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: To
         cover = np.where(at.cover < 0, -1, at.cover + n_positions)
         is_first = np.arange(len(at.row)) == 0
         tables.append((at.row + n_rows, at.depth, at.teacher_row + n_teacher_rows, at.teacher_depth, cover, is_first))
-        n_rows, n_positions = n_rows + rollout.n_own, n_positions + len(at.row)
+        n_rows = n_rows + rollout.n_own
+        n_positions = n_positions + len(at.row)
         n_teacher_rows += len(score.response_ids)
     columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
     ids = np.concatenate([score.response_ids for score in scores if score.response_ids is not None])

@@ -51,7 +51,9 @@ class Columns:
         if self.size == 1 and not missing:
             return batch
         first = self.rank * n_own
-        rows, cu_seqlens, targets = self.rows(batch), batch.cu_seqlens, batch.targets
+        rows = self.rows(batch)
+        cu_seqlens = batch.cu_seqlens
+        targets = batch.targets
         own = batch.loss_index[rows]
         if cu_seqlens is not None and missing:
             cu_seqlens = F.pad(cu_seqlens, (0, 1), value=length + missing)

@@ -191,7 +191,8 @@ def split_conversation(whole: Conversation, setting: Setting, where: str) -> tup
 
 def excludes(name: str, value: Any) -> bool:
     """Return whether a column excludes the response of its row from learning, in whole or in part."""
-    kind, text = meaning(name), str(value).strip().lower()
+    kind = meaning(name)
+    text = str(value).strip().lower()
     if kind == "label":  # numbers are classes
         return value is False or (text.startswith("[") and "-100" in text)
     with suppress(ValueError, TypeError):
@@ -367,7 +368,8 @@ class TeacherPrompts:
     """
 
     def __init__(self, config: DataConfig, template: str) -> None:
-        self._config, self._template = config, template
+        self._config = config
+        self._template = template
         self._parts = template_parts(template) if template else []
         self._columns = {
             "prompt": config.prompt_key,

@@ -35,7 +35,8 @@ class ImageReader:
     """
 
     def __init__(self, processor: ImageProcessor, key: str, folder: Path) -> None:
-        self.key, self.processor = key, processor
+        self.key = key
+        self.processor = processor
         self.n_read = 0
         self._setting = "data.images_key", key
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, prompts read it as long as the run lasts

@@ -117,7 +117,9 @@ def load_prompts(
             `data.max_prompt_length` with `truncation: error`, or the teacher's its own limit.
     """
     prompts: list[Prompt] = []
-    config, dropped, converted = reader.config, 0, Counter[str]()
+    config = reader.config
+    dropped = 0
+    converted = Counter[str]()
     columns = None if keep_rows else reader.reads
     rows = (found for file in files for found in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"):
@@ -195,7 +197,9 @@ class RowReader:
         images: ImageReader | None = None,
     ) -> None:
         self._images = images
-        self.config, self._tools, teacher = config, tools, teacher or TeacherConfig()
+        self.config = config
+        self._tools = tools
+        teacher = teacher or TeacherConfig()
         self._ends = response_ends
         offered = ("data.tools_key", config.tools_key) if config.tools_key else None
         if tools:
@@ -305,7 +309,8 @@ class RowReader:
 
     def fit(self, prompt: Rendered, where: str) -> Rendered | None:
         """Apply `data.truncation` to a prompt; None = drop the row. Raises ConfigError: it is too long."""
-        limit, how = self.config.max_prompt_length, self.config.truncation
+        limit = self.config.max_prompt_length
+        how = self.config.truncation
         if len(prompt.ids) <= limit:
             return prompt
         if how == "drop":
@@ -432,7 +437,8 @@ class RowRoutes:
     """Return the route of each row, and count them. `column` is data.teacher_key."""
 
     def __init__(self, teacher: TeacherConfig, column: str) -> None:
-        self._names, self._column = sorted(teacher.routes), column
+        self._names = sorted(teacher.routes)
+        self._column = column
         self._index = {name: i for i, name in enumerate(self._names)}
         self._by_default = 0
         self._counts = Counter[str]()

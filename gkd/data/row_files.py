@@ -166,7 +166,11 @@ def fingerprint(file: str, key: str) -> dict[str, object]:
     Raises:
         ConfigError: the file cannot be read any more.
     """
-    path, digest, n_bytes, n_rows, rest = Path(file), xxhash.xxh3_128(), 0, 0, b""
+    path = Path(file)
+    digest = xxhash.xxh3_128()
+    n_bytes = 0
+    n_rows = 0
+    rest = b""
     try:
         with path.open("rb") as source:
             while chunk := source.read(_CHUNK_BYTES):

@@ -25,7 +25,9 @@ class PromptSampler:
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> None:
-        self._prompts, self._shuffle, self._seed = prompts, shuffle, seed
+        self._prompts = prompts
+        self._shuffle = shuffle
+        self._seed = seed
         self._cached = (-1, np.arange(0))  # cache: (epoch, its order)
 
     def take(self, start: int, count: int) -> list[Prompt]:
@@ -55,7 +57,8 @@ class RouteSampler(PromptSampler):
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, shares: RouteShares) -> None:
         super().__init__(prompts, shuffle=shuffle, seed=seed)
         own = [[p for p in prompts if p.route == route] for route in range(shares.n_routes)]
-        self._shares, self._orders = shares, [PromptSampler(each, shuffle=shuffle, seed=seed) for each in own]
+        self._shares = shares
+        self._orders = [PromptSampler(each, shuffle=shuffle, seed=seed) for each in own]
 
     def take(self, start: int, count: int) -> list[Prompt]:
         places = [self._shares.at(position) for position in range(start, start + count)]
@@ -72,7 +75,9 @@ def make_sampler(config: Config, prompts: Sequence[Prompt]) -> PromptSampler:
     return RouteSampler(prompts, shuffle=data.shuffle, seed=data.seed, shares=shares)
 
 
-_STREAM, _ROUTES = 1, 2  # separate these permutations from those of the epochs, which are drawn from (seed, epoch)
+# They separate these permutations from those of the epochs, which are drawn from (seed, epoch).
+_STREAM = 1
+_ROUTES = 2
 
 
 def on_policy_indices(step: int, batch_size: int, share: float, seed: int) -> list[int]:
@@ -110,7 +115,9 @@ class RouteShares:
     def __init__(self, shares: Sequence[float], batch_size: int, seed: int) -> None:
         total = sum(Fraction(repr(share)) for share in shares)
         self._each = [Fraction(repr(share)) / total * batch_size for share in shares]
-        self._largest, self._size, self._seed = int(np.argmax(shares)), batch_size, seed
+        self._largest = int(np.argmax(shares))
+        self._size = batch_size
+        self._seed = seed
         self._cached: tuple[int, list[tuple[int, int]]] = (-1, [])
 
     @property
@@ -125,7 +132,8 @@ class RouteShares:
         return self._cached[1][index]
 
     def _batch(self, batch: int) -> list[tuple[int, int]]:
-        before, after = self._counts(batch), self._counts(batch + 1)
+        before = self._counts(batch)
+        after = self._counts(batch + 1)
         routes = np.repeat(np.arange(len(before)), np.subtract(after, before))
         mixed = np.random.default_rng([self._seed, batch, _ROUTES]).permutation(routes).tolist()
         numbered = []

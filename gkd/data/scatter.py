@@ -23,7 +23,8 @@ import numpy as np
 from gkd.errors import DataError
 from gkd.types import Rollout, RolloutChunk, ScoredChunk, TeacherScores
 
-_INDEX, _NUMBER = "<i4", "<f4"
+_INDEX = "<i4"
+_NUMBER = "<f4"
 T = TypeVar("T")
 
 
@@ -121,7 +122,9 @@ def scatter_to_ranks(
     chunk_of = np.repeat(np.arange(len(chunks)), [chunk.n_sequences for chunk in chunks])
     index_of = np.concatenate([np.arange(chunk.n_sequences) for chunk in chunks])
     order = np.argsort(_joined([chunk.sample_index for chunk in chunks]), kind="stable")
-    n_tokens, chunk_of, index_of = n_tokens[order], chunk_of[order], index_of[order]
+    n_tokens = n_tokens[order]
+    chunk_of = chunk_of[order]
+    index_of = index_of[order]
     middle = n_tokens.cumsum() - n_tokens / 2
     first_guess = np.minimum(middle * n_ranks // n_tokens.sum(), n_ranks - 1)
     groups = [np.flatnonzero(first_guess == rank).astype(np.int32) for rank in range(n_ranks)]
@@ -286,7 +289,8 @@ class _Group:
         self._set(np.sort(lengths.astype(np.int64) << 32 | samples))
 
     def _set(self, keys: np.ndarray) -> None:
-        self.keys, self.lengths = keys, keys >> 32
+        self.keys = keys
+        self.lengths = keys >> 32
         self.total = int(self.lengths.sum())
 
     @property
@@ -328,7 +332,8 @@ def _relieve(heavy: _Group, light: _Group) -> bool:
     single = heavy.nearest(gap / 2)
     moved = int(heavy.lengths[single])
     # An exchange costs two moves, so it must leave less than half of the gap that a single move leaves.
-    best, exchange = (abs(gap - 2 * moved) / 2 if 0 < moved < gap else float(gap)), None
+    best = abs(gap - 2 * moved) / 2 if 0 < moved < gap else float(gap)
+    exchange = None
     if len(light.lengths):
         given = heavy.all_nearest(light.lengths + gap / 2)
         net = heavy.lengths[given] - light.lengths

@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 def check_own(rollout: Rollout, where: str) -> None:
     """Raise TeacherError if `own` is not [R] bool with at least one own token."""
-    own, expected = rollout.own, rollout.response_ids.shape
+    own = rollout.own
+    expected = rollout.response_ids.shape
     if own is not None and (own.dtype != np.bool_ or own.shape != expected or not own.any()):
         problem = f"own is {own.dtype} {list(own.shape)} with {np.count_nonzero(own)} own tokens"
         raise TeacherError(f"{where}: {problem}, expected bool {list(expected)} with at least one")
@@ -27,7 +28,8 @@ def check_own(rollout: Rollout, where: str) -> None:
 
 def check_top_ids(rollout: Rollout, n: int, where: str) -> None:
     """Raise TeacherError if an on-policy rollout lacks the `n` ids per own token of distill.support."""
-    expected, ids = (rollout.n_own, n), rollout.top_ids
+    expected = (rollout.n_own, n)
+    ids = rollout.top_ids
     if n and rollout.on_policy and (ids is None or ids.shape != expected):
         shape = "none" if ids is None else list(ids.shape)
         raise TeacherError(f"{where}: the student's most probable ids: {shape}, expected {list(expected)}")
@@ -105,6 +107,7 @@ def _check_logits(rows: Rows, logits: np.ndarray) -> None:
     else:  # on the bit patterns: numpy's float16 max is a hundred times slower
         bits = np.ascontiguousarray(logits).view(np.uint16)
         # The signed maximum is the largest positive number, the unsigned one the negative number of largest magnitude.
-        largest, negative = bits.view(np.int16).max(1), bits.max(1)
+        largest = bits.view(np.int16).max(1)
+        negative = bits.max(1)
         bad = (largest >= _FP16_INF) | (negative > _SIGN + _FP16_INF) | (bits.min(1) == _SIGN + _FP16_INF)
     rows.refuse(bad, "a logit is NaN or +inf, or all of them are -inf")

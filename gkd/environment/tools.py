@@ -38,7 +38,8 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         TypeError: a parameter has no type hint, or one that JSON has no form for; Python has removed the docstring.
     """
-    name, doc = function.__name__, f"\n{inspect.getdoc(function) or ''}"
+    name = function.__name__
+    doc = f"\n{inspect.getdoc(function) or ''}"
     if sys.flags.optimize >= 2 and not doc.strip():
         raise TypeError(f"tool {name}: its description is its docstring, which PYTHONOPTIMIZE=2 removes; unset it")
     section = _ARGUMENTS.search(doc)
@@ -142,7 +143,8 @@ class ToolEnvironment:
             raise EnvironmentError(f"{problem}. It reads the forms of {NAMES}. Fix: {fix}")
 
     def __init__(self, row: dict[str, Any], seed: int) -> None:
-        self.row, self.seed = row, seed
+        self.row = row
+        self.seed = seed
 
     async def step(self, text: str) -> list[dict[str, str]] | None:
         """Answer each call of a turn with a message."""

@@ -193,7 +193,8 @@ async def serve(parent: Parent, kind: type[Any], start: Start) -> None:
     """Serve calls until the parent sends no more."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(_N_THREADS))
-    receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    receiver = ThreadPoolExecutor(1)
+    sender = ThreadPoolExecutor(1)
     server = Server(kind, start, lambda answer: sender.submit(parent.send, answer))
     beats = asyncio.create_task(_beat(lambda: sender.submit(parent.send, Ready())))
     while (call := await loop.run_in_executor(receiver, parent.receive)) is not None:

@@ -96,7 +96,8 @@ def _replaced(config: Config, keys: Iterable[str], new: Callable[[str], str]) ->
 
 def _checked(path: str) -> str:
     """Return the path. Raises FolderError, without asking the hub, if a folder exists that it could be in."""
-    name, folder = hub.find(path), Path(path).parent
+    name = hub.find(path)
+    folder = Path(path).parent
     if name is not None and name.revision is None and not name.file and folder.is_dir():
         fix = f"correct the path, or write {path}@main for the model of this name on the hub."
         raise FolderError(Path(path), f"the folder {folder} has no {Path(path).name}.", fix)

@@ -27,7 +27,9 @@ _NAMES = {
 _FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _EXPERT_NAMES = ("num_experts", "num_local_experts")
 
-_MAX_SIZE, _MAX_LAYERS = 1 << 28, 1 << 14  # no model has more
+# No model has more.
+_MAX_SIZE = 1 << 28
+_MAX_LAYERS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ class ModelDims:
 
     def dense_params(self, layer: int, tp: int = 1) -> int:
         """Parameters of one layer on one of `tp` ranks, without its experts."""
-        h, d = self.hidden_size, self.head_dim
+        h = self.hidden_size
+        d = self.head_dim
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
         n = n // tp + (4 if self.is_gemma else 2) * h + (2 * d if self.qk_norm else 0)
@@ -157,7 +160,9 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
     inner = config_json.get("text_config")
     config = {**config_json, **inner} if isinstance(inner, Mapping) else config_json
     sizes = {name: _required(config, keys, model_type) for name, keys in _NAMES.items()}
-    hidden_size, n_heads, n_layers = sizes["hidden_size"], sizes["n_heads"], sizes["n_layers"]
+    hidden_size = sizes["hidden_size"]
+    n_heads = sizes["n_heads"]
+    n_layers = sizes["n_layers"]
     if n_layers > _MAX_LAYERS:
         raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is out of range.")
     kind = model_type
@@ -205,7 +210,8 @@ def attention_length(config_json: Mapping[str, Any]) -> float:
     Raises:
         ModelError: as `read_dims`.
     """
-    dims, inner = read_dims(config_json), config_json.get("text_config")
+    dims = read_dims(config_json)
+    inner = config_json.get("text_config")
     kinds = {**config_json, **(inner if isinstance(inner, Mapping) else {})}.get("layer_types")
     n_full = kinds.count("full_attention") if isinstance(kinds, list) else dims.n_layers
     share = 0.0 if dims.moe is None else dims.moe.n_active / dims.n_experts
@@ -221,7 +227,8 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
     name = next((name for where in (config, default) for name in names if name in where), None)
     if name is None or (n := _optional(config, name, default.get(name, 0), or_zero=True)) == 0:
         return None
-    step, dense = _optional(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step = _optional(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
         raise ModelError(f"config.json of a {model_type} model: mlp_only_layers = {dense!r} is not a list of layers.")
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
@@ -245,7 +252,8 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
     moe = MoeDims(n, n_active, ffn_size, normalizes, layers, shared_size, gated)
     if family.sigmoid_router:
         n_shared, *groups = (_optional(config, k, default[k]) for k in ("n_shared_experts", "n_group", "topk_group"))
-        scale, fits = config.get("routed_scaling_factor", 1.0), n % groups[0] == 0 and n >= 2 * groups[0]
+        scale = config.get("routed_scaling_factor", 1.0)
+        fits = n % groups[0] == 0 and n >= 2 * groups[0]
         if not (fits and n_active * groups[0] <= n * groups[1] <= n * groups[0] and isinstance(scale, int | float)):
             found = f"n_group = {groups[0]}, topk_group = {groups[1]}, routed_scaling_factor = {scale!r}"
             raise ModelError(f"config.json of a {model_type} model: {found} do not fit {n_active} of {n} experts.")
@@ -368,7 +376,8 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
     Raises:
         ModelError: the architecture or a feature is not supported; names it.
     """
-    model_type, strategy = config_json.get("model_type", ""), "actor.strategy=megatron"
+    model_type = config_json.get("model_type", "")
+    strategy = "actor.strategy=megatron"
     if model_type not in FAMILIES:
         raise ModelError(
             f"{where}: model_type {model_type!r} is not supported by {strategy}; supported are {', '.join(FAMILIES)}.",

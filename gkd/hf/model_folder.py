@@ -22,7 +22,8 @@ from gkd.hf.hub import local_path
 from gkd.hf.model_dims import ModelDims, read_dims
 from teacher_server.engines.folder_check import check_folder, check_vllm_support, longest_agreeing
 
-INDEX_NAME, SINGLE_NAME = files.INDEX, files.SINGLE
+INDEX_NAME = files.INDEX
+SINGLE_NAME = files.SINGLE
 some_names = files.some_names
 Tensors: TypeAlias = Mapping[str, tuple[int, ...]]  # shape by tensor name
 # The name of a decoder layer's tensor has one of these words, followed by a number.

@@ -159,7 +159,8 @@ class LogitsLoss(torch.autograd.Function):
 @functools.cache
 def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this torch adds a product of `dtype` to a float32 matrix in one call, without a copy of either."""
-    total, one = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
+    one = torch.ones(16, 16, device=device, dtype=dtype)
     try:
         torch.addmm(total, one, one, torch.float32, out=total)
     except RuntimeError:

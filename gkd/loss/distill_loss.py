@@ -103,11 +103,15 @@ class DistillLoss:
     ) -> Iterator[None]:
         """Within the block, leave out reference, rewards and token weights, and call `on_rows` and `on_choices`."""
         spec = self.spec
-        self.spec, self.on_rows, self.on_choices = spec.in_evaluation(), on_rows, on_choices
+        self.spec = spec.in_evaluation()
+        self.on_rows = on_rows
+        self.on_choices = on_choices
         try:
             yield
         finally:
-            self.spec, self.on_rows, self.on_choices = spec, None, None
+            self.spec = spec
+            self.on_rows = None
+            self.on_choices = None
 
     def _names(self, spec: LossSpec) -> tuple[str, ...]:
         has_topk = "topk" in self.signals
@@ -158,7 +162,9 @@ class DistillLoss:
         else:
             scales = self._scales(hidden, targets)
         if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores no_grad
-            hidden, head, head_grad_sum = hidden.detach(), head.detach(), None
+            hidden = hidden.detach()
+            head = head.detach()
+            head_grad_sum = None
             bias = None if bias is None else bias.detach()
         loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad, head_grad_sum, bias, cap, scales)
         return loss, sums
@@ -230,12 +236,15 @@ class DistillLoss:
             if chunk.weights is not None and with_grad:
                 logits.mul_(chunk.weights[:, None])
             return self._sums(losses, chunk)
-        ids, n_listed, temperature = _picked_ids(chunk), _n_listed(chunk), self.spec.temperature
+        ids = _picked_ids(chunk)
+        n_listed = _n_listed(chunk)
+        temperature = self.spec.temperature
         rows_out = row_logprobs(
             logits, ids, self.shard, kernels=self.kernels, n_listed=n_listed, temperature=temperature
         )
         with torch.enable_grad():
-            logprobs, tail = rows_out.logprobs.requires_grad_(), rows_out.tail.requires_grad_()
+            logprobs = rows_out.logprobs.requires_grad_()
+            tail = rows_out.tail.requires_grad_()
             losses = self._from_table(rows_out, chunk, logits)
             total = losses.total.sum()
         if with_grad:
@@ -319,7 +328,8 @@ class DistillLoss:
 
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
         """Return the teacher's logits / temperature, [n, v], for this rank's columns."""
-        dtype, n_columns = statistics_dtype(like), like.shape[1]
+        dtype = statistics_dtype(like)
+        n_columns = like.shape[1]
         if targets.hidden is not None:
             assert self.teacher_head is not None  # checked
             hidden = targets.hidden.to(like.device, dtype)
@@ -396,7 +406,9 @@ def check_targets(loss: DistillLoss, targets: TokenTargets) -> None:
 
 
 def _check_distribution(loss: DistillLoss, targets: TokenTargets) -> None:
-    hidden, logits, head = targets.hidden, targets.logits, loss.teacher_head
+    hidden = targets.hidden
+    logits = targets.logits
+    head = loss.teacher_head
     if hidden is not None:
         if head is None:
             raise DataError("the teacher sent hidden states, but its LM head is not set (set_teacher_head)")
@@ -408,7 +420,8 @@ def _check_distribution(loss: DistillLoss, targets: TokenTargets) -> None:
 @torch.no_grad()
 def logprobs_of_logits(loss: DistillLoss, logits: Tensor, ids: Tensor) -> Tensor:
     """Return [N] logprobs (nats) of [N] ids from [N, V] logits, with the loss's temperature and vocabulary."""
-    kernels, temperature = loss.kernels, loss.spec.temperature
+    kernels = loss.kernels
+    temperature = loss.spec.temperature
     rows = row_logprobs(logits, ids[:, None], loss.shard, kernels=kernels, n_listed=0, temperature=temperature)
     return rows.logprobs[:, 0]
 

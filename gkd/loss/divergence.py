@@ -48,7 +48,8 @@ def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
     Divided by beta it tends to KL(P || Q) as beta -> 0, and divided by 1 - beta to KL(Q || P) as beta -> 1.
     """
     log_m = _log_mixture(log_p, log_q, term.beta)
-    teacher, student = _x_log_ratio(log_p, log_m), _x_log_ratio(log_q, log_m)
+    teacher = _x_log_ratio(log_p, log_m)
+    student = _x_log_ratio(log_q, log_m)
     return (term.beta * teacher + (1.0 - term.beta) * student).sum(dim=-1)
 
 
@@ -105,7 +106,8 @@ def outcome_tables(
     """
     log_p = log_p.to(log_q.dtype)
     if listed is not None:  # padding is not an outcome: no mass on either side, and no gradient
-        log_q, log_p = log_q.masked_fill(~listed, -torch.inf), log_p.masked_fill(~listed, -torch.inf)
+        log_q = log_q.masked_fill(~listed, -torch.inf)
+        log_p = log_p.masked_fill(~listed, -torch.inf)
     if tail == "renorm":
         return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)
     if tail == "drop":
@@ -147,5 +149,6 @@ def _log_mixture(log_a: Tensor, log_b: Tensor, share_a: float) -> Tensor:
     if share_a == 0:
         return log_b
     absent = torch.isneginf(log_a) & torch.isneginf(log_b)
-    a, b = log_a.masked_fill(absent, 0.0), log_b.masked_fill(absent, 0.0)
+    a = log_a.masked_fill(absent, 0.0)
+    b = log_b.masked_fill(absent, 0.0)
     return torch.logaddexp(a + math.log(share_a), b + math.log1p(-share_a)).masked_fill(absent, -torch.inf)

@@ -38,16 +38,20 @@ def reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Te
 
 def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
     # The derivatives through log m cancel in the sum of the two parts.
-    p, q, beta = log_p.exp(), log_q.exp(), term.beta
+    p = log_p.exp()
+    q = log_q.exp()
+    beta = term.beta
     log_m = _log(torch.lerp(q, p, beta))
-    teacher, student = _parts(p, log_p, log_m).sum(dim=-1), _parts(q, log_q, log_m)
+    teacher = _parts(p, log_p, log_m).sum(dim=-1)
+    student = _parts(q, log_q, log_m)
     return beta * teacher + (1.0 - beta) * student.sum(dim=-1), student.mul_(1.0 - beta)
 
 
 def skew_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
     if term.alpha == 0:  # the mixture is q, which may underflow although log q is finite
         return forward_kl(log_q, log_p, term)
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     log_m = _log(torch.lerp(q, p, term.alpha))
     share = (log_q - log_m).exp_()  # q / m
     return _parts(p, log_p, log_m).sum(dim=-1), share.mul_(p).mul_(term.alpha - 1.0)
@@ -56,7 +60,8 @@ def skew_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tenso
 def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
     if term.alpha == 0:
         return reverse_kl(log_q, log_p, term)
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     log_m = _log(torch.lerp(p, q, term.alpha))
     parts = _parts(q, log_q, log_m)
     share = (log_q - log_m).exp_()

@@ -54,7 +54,8 @@ def full_vocab_losses(
     log_sum_p, _, picked_p = local_statistics(teacher_logits, columns, kernels=kernels, temperature=1.0)
     picked = torch.cat([picked_q, picked_p], dim=1)
     log_sums_q, means_q, log_sums_p, picked = sum_over_shards(shard, [log_sum_q, mean_q, log_sum_p], picked)
-    norm_q, norm_p = log_sums_q.logsumexp(dim=-1), log_sums_p.logsumexp(dim=-1)
+    norm_q = log_sums_q.logsumexp(dim=-1)
+    norm_p = log_sums_p.logsumexp(dim=-1)
 
     student_sampled = (picked[:, 0] - norm_q).requires_grad_()
     with torch.enable_grad():
@@ -79,7 +80,8 @@ def full_vocab_losses(
         g.masked_fill_(clipped[:, None], 0.0)
         sums[clipped, -1] = 0.0
     token_kl, overlap, g_sum = sums[:, -3:].unbind(dim=1)
-    losses.values["token_kl"], losses.values["overlap"] = token_kl, overlap
+    losses.values["token_kl"] = token_kl
+    losses.values["overlap"] = overlap
     shares = (log_sums_q - norm_q[:, None]).exp()
     losses.values["student_entropy"] = (shares * (norm_q[:, None] - means_q)).sum(dim=-1)
     if with_grad and logits.numel():  # empty on a rank that holds only padding
@@ -112,7 +114,8 @@ def _write_gradient(
     logits: Tensor, g: Tensor, columns: Tensor, slope: Tensor, row_grad: Tensor, norm_q: Tensor, temperature: float
 ) -> None:
     """Set logits = (g + slope at the sampled column - row_grad * softmax) / temperature, summed in float32."""
-    index, added = columns.clamp(min=0), slope[:, None].masked_fill(columns < 0, 0.0) / temperature
+    index = columns.clamp(min=0)
+    added = slope[:, None].masked_fill(columns < 0, 0.0) / temperature
     plain = temperature == 1.0 and logits.dtype == g.dtype and logits.is_contiguous()
     share = SoftmaxShare(logits)
     scaled = None if plain else torch.empty_like(share.zeros)

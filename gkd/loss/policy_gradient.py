@@ -123,5 +123,6 @@ def clipped_policy_loss(
     """
     ratio = (actor_logprobs - rollout_logprobs.to(actor_logprobs.dtype)).exp()
     advantages = advantages.to(ratio.dtype)
-    plain, limited = ratio * advantages, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages
+    plain = ratio * advantages
+    limited = ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages
     return -torch.minimum(plain, limited), ratio.detach(), (limited < plain).detach()

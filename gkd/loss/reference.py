@@ -56,5 +56,6 @@ def token_losses(
     p = (teacher / temperature).softmax(dim=-1)
     if k:
         listed, ids = p.topk(k)
-        q, p = outcomes(q.gather(1, ids), tail), outcomes(listed, tail)
+        q = outcomes(q.gather(1, ids), tail)
+        p = outcomes(listed, tail)
     return DIVERGENCES[term.name](q, p, term)

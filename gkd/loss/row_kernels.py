@@ -91,7 +91,8 @@ class TorchRows:
                 dot = weights.nansum(dim=-1)
                 nothing = row_max == -torch.inf
                 log_sum[rows] = log_sum[rows].masked_fill(nothing, -torch.inf)
-                dot, total = dot.masked_fill(nothing, 0.0), total.masked_fill(nothing, 1.0)
+                dot = dot.masked_fill(nothing, 0.0)
+                total = total.masked_fill(nothing, 1.0)
             mean[rows] = dot / total
         return log_sum, mean
 
@@ -115,7 +116,8 @@ class TorchRows:
         scaled = None if plain else torch.empty_like(share.zeros)
         for rows in pieces(logits):
             if scaled is None:
-                z, piece = logits[rows], out[rows]
+                z = logits[rows]
+                piece = out[rows]
             else:
                 z = piece = scaled[: _length(rows)].copy_(logits[rows]).div_(temperature)
             share.write(z, piece, row_grad[rows] / -temperature, log_normalizer[rows])

@@ -52,8 +52,11 @@ class Side:
         self.start = start
         self.node = tensor(node[start : start + n_columns])
         self.columns = tensor(vocab.order[own] - start)
-        self.text, self.sizes = tensor(vocab.text[own]), tensor(vocab.lengths[vocab.order[own]])
-        self.lengths, self.starts, self.bounds = tensor(vocab.lengths), tensor(starts[:-1]), tensor(n_before[bounds])
+        self.text = tensor(vocab.text[own])
+        self.sizes = tensor(vocab.lengths[vocab.order[own]])
+        self.lengths = tensor(vocab.lengths)
+        self.starts = tensor(starts[:-1])
+        self.bounds = tensor(n_before[bounds])
         self.alike_columns = tensor(by_node[own_alike] - start)
         self.alike = tensor(n_alike_before[range_of])
         kinds = np.full(vocab.n, WHOLE) if kind is None else kind
@@ -104,17 +107,24 @@ class UnitTables:
         n_local: int,
         device: torch.device,
     ) -> None:
-        student, teacher, nodes, units = pair.student, pair.teacher, pair.nodes, pair.units
-        teacher_node, kind = nodes.teacher, None
+        student = pair.student
+        teacher = pair.teacher
+        nodes = pair.nodes
+        units = pair.units
+        teacher_node = nodes.teacher
+        kind = None
         if units is not None:
-            teacher, teacher_node, kind = units.vocab, units.node, units.kind
+            teacher = units.vocab
+            teacher_node = units.node
+            kind = units.kind
         self.student = Side(student, nodes.student, shard.start, shard.n_columns(n_local), device)
         size, rank = (1, 0) if shard.group is None else (dist.get_world_size(shard.group), dist.get_rank(shard.group))
         self.n_teacher_rows = step = -(-len(teacher) // size)  # the last ranks may have fewer
         self.teacher_rows = slice(min(rank * step, len(teacher)), min((rank + 1) * step, len(teacher)))
         n_rows = self.teacher_rows.stop - self.teacher_rows.start
         self.teacher = Side(teacher, teacher_node, self.teacher_rows.start, n_rows, device, kind)
-        self.with_nodes, self.n_nodes = with_nodes, nodes.n
+        self.with_nodes = with_nodes
+        self.n_nodes = nodes.n
         self.first_byte = torch.from_numpy(nodes.first_byte).to(device)
         ends = [i for i, token in enumerate(student) if token == END]
         self.end_node = int(nodes.student[ends[0]])

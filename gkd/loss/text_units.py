@@ -52,7 +52,8 @@ from gkd.text.targets import TextTargets
 from gkd.types import TokenTargets
 
 SAFE_SHARE = 0.95
-PAIRED, BY_NODES = "paired", "by_nodes"
+PAIRED = "paired"
+BY_NODES = "by_nodes"
 _OUTCOMES = NO_BYTE + 1  # bytes, and the rest
 _ENTRIES = 1 << 22  # entries of range sums that are computed at once
 
@@ -85,7 +86,8 @@ def text_losses(
     Returns:
         Losses without gradient.
     """
-    n, temperature = len(targets), spec.temperature
+    n = len(targets)
+    temperature = spec.temperature
     n_before = len(logits) - n
     columns = shard.columns(previous[:, None], logits.shape[1])
     log_sum, mean, picked = local_statistics(logits, columns, kernels=kernels, temperature=temperature)
@@ -203,8 +205,14 @@ class _Model:
         is_first: Tensor,
         is_list: bool = False,
     ) -> None:
-        self._p, self._side, self._tables, self._group = p, side, tables, shard.group
-        self._ids, self.row, self.depth, self.is_first = ids, row, depth, is_first
+        self._p = p
+        self._side = side
+        self._tables = tables
+        self._group = shard.group
+        self._ids = ids
+        self.row = row
+        self.depth = depth
+        self.is_first = is_first
         self.sums = self._reduced(p.new_zeros((len(p), tables.n_nodes)).index_add_(1, side.node, p))
         self.missing: Tensor | None = None  # [r] probability outside of the list; None: p has all tokens
         if is_list:  # rounded for the wire, so the sum may be above 1
@@ -271,7 +279,8 @@ class _Model:
         """Return whether the next byte at some positions is known well enough, [A] bool; always without a list."""
         if self.missing is None:
             return torch.ones_like(at, dtype=torch.bool)
-        found, rows = self.masses(at).sum(dim=1), self.row[at]
+        found = self.masses(at).sum(dim=1)
+        rows = self.row[at]
         is_listed = found >= SAFE_SHARE * (found + self.missing[rows])
         # What is longer than a token of an open unit is not known.
         is_open = self._side.is_open[self._ids[(rows - 1).clamp(min=0)]] & ~self.is_first[at]
@@ -291,7 +300,8 @@ class _Model:
         if self._asked is not None and len(self._grad_masses):
             rows, depth, bounds, _ = self._asked
             total.index_add_(0, rows.clamp(min=0), (self._grad_masses * self._masses).sum(dim=1))
-            flat, flat_grad = grad.view(-1), self._grad_masses.reshape(-1)
+            flat = grad.view(-1)
+            flat_grad = self._grad_masses.reshape(-1)
             for asked, columns, places in self._entries(bounds, self._side.columns):
                 slot = self._slots(asked, places, depth)
                 flat.index_add_(0, rows[asked] * grad.shape[1] + columns, flat_grad[asked * _OUTCOMES + slot])
@@ -299,7 +309,8 @@ class _Model:
 
     def _slots(self, asked: Tensor, places: Tensor, depth: Tensor) -> Tensor:
         """Return the byte of each token behind the given ones; `NO_BYTE` if it has no more."""
-        text, deep = self._side.text, depth[asked]
+        text = self._side.text
+        deep = depth[asked]
         following = text[places, deep.clamp(max=text.shape[1] - 1)].long()
         return torch.where(self._side.sizes[places] > deep, following, NO_BYTE)
 
@@ -333,14 +344,17 @@ def _compare_nodes(
     terms = [(term, value_and_slope(term.name)) for term in spec.divergences]
     for some in pieces(student.sums.new_empty((len(at), 1)).expand(len(at), student.sums.shape[1])):
         part = at[some]
-        row, of_student = rows[part], student.row[part]
-        q, p = student.sums[of_student], teacher.sums[teacher.row[part]]
+        row = rows[part]
+        of_student = student.row[part]
+        q = student.sums[of_student]
+        p = teacher.sums[teacher.row[part]]
         if teacher.missing is not None:  # outcomes that are not listed are compared as part of `REST`
             others = p <= 0
             others[:, REST] = False
             q[:, REST] += (q * others).sum(dim=1)
             q.masked_fill_(others, 0.0)
-        log_q, log_p = q.clamp(min=tiny).log_(), p.clamp(min=tiny).log_()
+        log_q = q.clamp(min=tiny).log_()
+        log_p = p.clamp(min=tiny).log_()
         values = [forward_kl(log_q, log_p, PLAIN), torch.minimum(p, q).sum(dim=-1), torch.ones_like(weights[row])]
         slope = torch.zeros_like(log_q)
         for i, (term, divergence) in enumerate(terms):

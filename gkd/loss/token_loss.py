@@ -33,13 +33,16 @@ ON_POLICY_VALUES = frozenset(
         *(REWARD, "reward_ratio", "reward_clipped", CANONICAL),
     }
 )
-END_PROBABILITY, ENDED = "teacher_end_probability", "ended"  # the mean of the first is over the tokens of the second
+# The mean of the first is over the tokens of the second.
+END_PROBABILITY = "teacher_end_probability"
+ENDED = "ended"
 
 # Sums over the tokens of each route: their number, "token_kl" (0 without a distribution) and "total".
 GROUP_SUMS = ("tokens", "token_kl", "total")
 
 # Sums of the size of the losses before and after distill.token_share, only with a distill.token_weight.
-LOSS_SIZE, KEPT_SIZE = "loss_size", "kept_size"
+LOSS_SIZE = "loss_size"
+KEPT_SIZE = "kept_size"
 TOKEN_CLIPPED = "token_clipped"
 SUPPORT_MASS = "support_mass"  # the teacher's probability of the student's most probable tokens, see `token_weights`
 
@@ -158,7 +161,8 @@ def topk_losses(
             tables[0].register_hook(lambda grad: grad.masked_fill(clipped[:, None], 0.0))
         with torch.no_grad():
             losses.values["token_kl"] = forward_kl(*tables, PLAIN)
-            p, q = log_p.exp().masked_fill(~listed, 0.0), student_topk.exp().masked_fill(~listed, 0.0)
+            p = log_p.exp().masked_fill(~listed, 0.0)
+            q = student_topk.exp().masked_fill(~listed, 0.0)
             losses.values["teacher_topk_mass"] = p.sum(dim=-1)
             losses.values["student_topk_mass"] = q.sum(dim=-1)
             losses.values["overlap"] = torch.minimum(p, q).sum(dim=-1)
@@ -270,7 +274,8 @@ def weigh(losses: TokenLosses, weights: Tensor | None) -> None:
     if weights is None:
         return
     size = losses.total.detach().abs()
-    losses.values[LOSS_SIZE], losses.values[KEPT_SIZE] = size, size.masked_fill(weights == 0, 0.0)
+    losses.values[LOSS_SIZE] = size
+    losses.values[KEPT_SIZE] = size.masked_fill(weights == 0, 0.0)
     losses.total = losses.total * weights
 
 

@@ -34,7 +34,8 @@ from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, sum_over_shards
 from gkd.types import TokenTargets
 
 N_SUPPORT = 16  # K of TA-OPD
-LOW, HIGH = 0.05, 0.95  # quantiles of TA-OPD
+LOW = 0.05  # quantiles of TA-OPD
+HIGH = 0.95
 LEAST_RANGE = 1e-6  # below, the differences are rounding errors, which dividing by their range would make factors
 GAIN = 0.5  # gamma of IW-OPD
 
@@ -88,7 +89,8 @@ def _position(log_ratio: Tensor) -> Tensor:
 
 
 def _normed(values: Tensor) -> Tensor:
-    low, high = values.quantile(LOW), values.quantile(HIGH)
+    low = values.quantile(LOW)
+    high = values.quantile(HIGH)
     if high - low < LEAST_RANGE:
         return torch.ones_like(values)
     return ((values - low) / (high - low)).clamp(0.0, 1.0)
@@ -130,7 +132,8 @@ def listed_support_mass(
 
 def full_support_mass(logits: Tensor, teacher_logits: Tensor, shard: VocabShard) -> Tensor:
     """Return the same over the whole vocabulary, from [n, v] logits of both; the teacher's are float32 or float64."""
-    lowest, parts = support_threshold(logits, shard)[:, None], []
+    lowest = support_threshold(logits, shard)[:, None]
+    parts = []
     for rows in pieces(logits):
         log_p = teacher_logits[rows]
         inside = log_p.masked_fill(logits[rows].to(log_p.dtype) < lowest[rows], -torch.inf)

@@ -46,7 +46,8 @@ class TritonRows:
     name = "triton"
 
     def __init__(self, block: int = 8192, num_warps: int = 8) -> None:
-        self._block, self._num_warps = block, num_warps
+        self._block = block
+        self._num_warps = num_warps
 
     def statistics(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         _check(logits)
@@ -144,7 +145,9 @@ def _statistics(
     # maximum and sums, so threads do not synchronize inside the loop; the lanes are reduced once, at the end.
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride  # a batch of rows has more than 2^31 elements
-    load, lane, place = tl.arange(0, LOADS), tl.arange(0, LANES), tl.arange(0, VECTOR)
+    load = tl.arange(0, LOADS)
+    lane = tl.arange(0, LANES)
+    place = tl.arange(0, VECTOR)
     within = (load[:, None, None] * LANES + lane[None, :, None]) * VECTOR + place[None, None, :]
     run_max = tl.full([LANES], -float("inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -158,7 +161,8 @@ def _statistics(
         # These maxima propagate NaN, so that a NaN among the logits shows in the results.
         kept_log = tl.maximum((run_max - base) * scale, _NOTHING, propagate_nan=tl.PropagateNan.ALL)
         share_log = tl.maximum((x - base[None, :, None]) * scale, _NOTHING, propagate_nan=tl.PropagateNan.ALL)
-        kept, share = tl.exp2(kept_log), tl.exp2(share_log)
+        kept = tl.exp2(kept_log)
+        share = tl.exp2(share_log)
         dot = kept * (dot + total * kept_log) + tl.sum(tl.sum(share * share_log, axis=2), axis=0)
         total = kept * total + tl.sum(tl.sum(share, axis=2), axis=0)
         run_max = new_max

@@ -78,7 +78,8 @@ def row_logprobs(
         temperature: divides the logits; > 0.
     """
     v_local = logits_local.shape[1]
-    valid, columns = logits_local[:, : shard.n_columns(v_local)], shard.columns(ids, v_local)
+    valid = logits_local[:, : shard.n_columns(v_local)]
+    columns = shard.columns(ids, v_local)
     log_sum, mean, picked = local_statistics(
         valid, columns, kernels=kernels, n_masked=n_listed, temperature=temperature
     )
@@ -125,7 +126,8 @@ def sum_over_shards(shard: VocabShard, own: list[Tensor], summed: Tensor) -> lis
     """
     if shard.group is None:
         return [*(t[:, None] for t in own), summed]
-    size, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
+    size = dist.get_world_size(shard.group)
+    rank = dist.get_rank(shard.group)
     # A slot per rank and number, zero on all other ranks, turns the sum into a gather.
     slots = summed.new_zeros((len(summed), len(own), size))
     slots[:, :, rank] = torch.stack(own, dim=1)
@@ -178,7 +180,8 @@ def write_logits_gradient(
             temperature=temperature,
         )
         if n_listed:
-            listed, others = ids[:, :n_listed], ids[:, n_listed:]
+            listed = ids[:, :n_listed]
+            others = ids[:, n_listed:]
             at_list = grad[:, :n_listed] - grad_sum[:, None] * rows.logprobs[:, :n_listed].exp()
             for i in range(others.shape[1]):  # few: only the sampled token
                 at_list = at_list + torch.where(listed == others[:, i : i + 1], grad[:, n_listed + i, None], 0.0)
@@ -198,7 +201,8 @@ def columns_without_mass(logits: Tensor, columns: Tensor) -> Iterator[None]:
 
     The version counter does not change, so autograd accepts logits that were saved for a backward pass.
     """
-    index, first = columns.clamp(min=0), logits[:, 0].clone()
+    index = columns.clamp(min=0)
+    first = logits[:, 0].clone()
     kept = logits.gather(1, index)
     with torch.autograd._unsafe_preserve_version_counter(logits):
         set_columns(logits, columns, torch.full_like(kept, -torch.inf))
@@ -216,7 +220,8 @@ def set_columns(out: Tensor, columns: Tensor, values: Tensor) -> None:
         out: [n, v], v > 0.
         values: [n, K], of any float dtype.
     """
-    is_first, first = columns == 0, out[:, 0].clone()
+    is_first = columns == 0
+    first = out[:, 0].clone()
     # All writes to column 0 have the same value, so their order does not matter.
     at_first = torch.where(is_first, values, 0.0).sum(dim=-1, keepdim=True)
     out.scatter_(1, columns.clamp(min=0), torch.where(columns < 0, at_first, values).to(out.dtype))

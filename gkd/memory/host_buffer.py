@@ -25,7 +25,8 @@ class HostBuffer:
     """
 
     def __init__(self, *, pinned: bool, slab_bytes: int = SLAB_BYTES) -> None:
-        self._pinned, self._slab_bytes = pinned, slab_bytes
+        self._pinned = pinned
+        self._slab_bytes = slab_bytes
         self._slabs: list[Tensor] = []
         self.mark = 0  # bytes in use from the start; setting it back releases the ranges after it
 
@@ -54,7 +55,9 @@ class HostBuffer:
             parts = f"{missing} pieces of {self._slab_bytes} bytes, of which {len(slabs)} were allocated"
             raise MemoryError(f"Unable to allocate {missing * self._slab_bytes} bytes of {PINNED} ({parts})") from error
         self._slabs += slabs
-        pieces, at, end = [], start, start + n_bytes
+        pieces = []
+        at = start
+        end = start + n_bytes
         while at < end:
             number, offset = divmod(at, self._slab_bytes)
             n = min(end - at, self._slab_bytes - offset)

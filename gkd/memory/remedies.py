@@ -53,7 +53,8 @@ def _halve(key: str, low: int = 1) -> Callable[[Config], Changes]:
 
 
 def _fewer_tokens(config: Config) -> Changes:
-    budget, longest = config.actor.max_tokens_per_micro_batch, config.derived.max_sequence_length
+    budget = config.actor.max_tokens_per_micro_batch
+    longest = config.derived.max_sequence_length
     if not budget:
         return _halve("actor.micro_batch_size")(config)
     return {"actor.max_tokens_per_micro_batch": max(longest, budget // 2)} if budget > longest else {}

@@ -23,7 +23,9 @@ from gkd.memory.host_buffer import SLAB_BYTES, HostBuffer
 log = get_logger("memory")
 
 MIB = 1 << 20
-PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
+PARAMS = "params"
+GRADS = "grads"
+OPTIMIZER = "optimizer"
 KINDS = (PARAMS, GRADS, OPTIMIZER)
 _KEPT = (PARAMS, OPTIMIZER)  # gradients are zero after a reload: each step begins by zeroing them
 
@@ -64,7 +66,9 @@ class States:
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         on_cuda = device.type == "cuda"
-        self._device, self._find, self._before = device, find, before
+        self._device = device
+        self._find = find
+        self._before = before
         self._kinds = {kind: _Kind(HostBuffer(pinned=on_cuda, slab_bytes=slab_bytes)) for kind in KINDS}
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._fixed: dict[int, int] = {}  # storage -> bytes that cannot be released here
@@ -140,12 +144,14 @@ class States:
 
     def take_moved_bytes(self) -> dict[str, int]:
         """Return and reset the bytes copied `to_host` and `to_device`."""
-        moved, self._moved_bytes = self._moved_bytes, dict.fromkeys(self._moved_bytes, 0)
+        moved = self._moved_bytes
+        self._moved_bytes = dict.fromkeys(self._moved_bytes, 0)
         return moved
 
     def _on_device(self, kinds: Sequence[str]) -> Iterator[tuple[str, UntypedStorage]]:
         """Yield (kind, storage) for each storage on the device, once."""
-        found, seen = self._find(), set[int]()
+        found = self._find()
+        seen = set[int]()
         for kind in KINDS:
             for tensor in found.get(kind, ()):
                 storage = _local(tensor).untyped_storage()

@@ -148,9 +148,12 @@ def log_gpu_memory_usage(
         ValueError: the process group has no such rank.
     """
     if isinstance(device, int):
-        level, rank, device = level if rank is None else rank, device, None
+        level = level if rank is None else rank
+        rank = device
+        device = None
     if dist.is_initialized():
-        n_ranks, this_rank = dist.get_world_size(), dist.get_rank()
+        n_ranks = dist.get_world_size()
+        this_rank = dist.get_rank()
         if rank is not None and not 0 <= rank < n_ranks:
             raise ValueError(
                 f"rank = {rank}: the process group has {n_ranks} ranks. Fix: use 0 to {n_ranks - 1}, or None for all "
@@ -176,7 +179,8 @@ def clear_memory(device: torch.device | bool | None = None, *, clear_host_memory
         Bytes returned to the device; 0 without CUDA.
     """
     if isinstance(device, bool):
-        clear_host_memory, device = device, None
+        clear_host_memory = device
+        device = None
     device = used_device() if device is None else device
     if device.type != "cuda":
         gc.collect()
@@ -253,12 +257,14 @@ class CountMeter:
     def __init__(
         self, device: torch.device, *, read: Callable[[torch.device], Mapping[str, int]] = read_counts
     ) -> None:
-        self._device, self._read = device, read
+        self._device = device
+        self._read = read
         self._before: Mapping[str, int] = {}
 
     def take(self) -> dict[str, float]:
         """Return `memory/alloc_retries`, `ooms`, `device_allocs` and `device_frees`; empty without CUDA."""
-        now, before = self._read(self._device), self._before
+        now = self._read(self._device)
+        before = self._before
         self._before = now
         return {f"memory/{name}": float(n - before.get(name, 0)) for name, n in now.items()}
 
@@ -280,7 +286,9 @@ class Timeline:
         read: Callable[[torch.device], MemoryUsage] = read_usage,
         reset: Callable[[torch.device], None] = reset_peak,
     ) -> None:
-        self._device, self._read, self._reset = device, read, reset
+        self._device = device
+        self._read = read
+        self._reset = reset
         self._phases: dict[str, dict[str, float]] = {}
 
     @contextmanager
@@ -291,7 +299,8 @@ class Timeline:
         try:
             yield
         finally:
-            usage, before = asdict(self._read(self._device)), self._phases.get(name, {})
+            usage = asdict(self._read(self._device))
+            before = self._phases.get(name, {})
             sizes = {f"memory/{name}/{part}_gib": usage[part] for part in _OF_PHASE if usage[part] is not None}
             self._phases[name] = {key: max(size / GIB, before.get(key, 0.0)) for key, size in sizes.items()}
 
@@ -299,7 +308,8 @@ class Timeline:
         """Return the phases since the last call: `memory/<phase>/allocated_gib`, `reserved_gib`, `peak_gib` and
         `host_rss_gib`; without CUDA only the last.
         """
-        phases, self._phases = self._phases, {}
+        phases = self._phases
+        self._phases = {}
         return {key: value for numbers in phases.values() for key, value in numbers.items()}
 
 

@@ -22,7 +22,10 @@ _CALLS = (
 )
 _OTHERS = (Phase.SCORE, Phase.OFFLOAD, Phase.ONLOAD, Phase.LOAD_REFERENCE)
 
-NUMBER, NAME, FUNCTION, DOTTED = r"\d+", r"[\w-]+", r"\w+", r"\w+(?:\.\w+)+"
+NUMBER = r"\d+"
+NAME = r"[\w-]+"
+FUNCTION = r"\w+"
+DOTTED = r"\w+(?:\.\w+)+"
 KEY = r"[\w.:]+"
 # Placeholder of a key -> its values. NUMBER: any number; NAME: a name in teacher.routes; FUNCTION: in reward.functions.
 PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {

@@ -70,7 +70,8 @@ class Monitor:
     @classmethod
     def of(cls, config: Config) -> Monitor:
         """Return the monitor of a run, without the checks that its settings make meaningless."""
-        rollout, limits = config.rollout, dict(config.health.limits)
+        rollout = config.rollout
+        limits = dict(config.health.limits)
         if config.model.dtype == "float32":
             limits = FLOAT32_LIMITS | limits
         temperatures = {route.teacher.temperature for route in config.derived.routes}
@@ -120,7 +121,8 @@ class HealthResponse:
         self._most_empty = min(_MOST_EMPTY, total_steps)
         self._n_empty = 0  # batches without a loss token in a row, up to the newest
         self._has_warned = False  # a warning has counted responses without a loss token
-        self._on_alarm, self._file = config.health.on_alarm, run_dir / CONTINUE
+        self._on_alarm = config.health.on_alarm
+        self._file = run_dir / CONTINUE
         self._monitor = Monitor.of(config)
         self._new: list[Alarm] = []
 
@@ -161,7 +163,8 @@ class HealthResponse:
             most = f"all answers had at most distill.skip_first_tokens = {self._skip_first} tokens"
             fix = "start a new run with a smaller value. The last step is saved; a resume tries the batches behind it."
             raise DataError(f"the last {self._n_empty} batches had no loss token: {most}. Fix: {fix}")
-        new, self._new = self._new, []
+        new = self._new
+        self._new = []
         if not new or self._on_alarm == "warn":
             return
         if self._on_alarm == "pause":

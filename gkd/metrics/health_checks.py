@@ -18,12 +18,15 @@ import numpy as np
 
 from gkd.metrics.catalog import table_rows
 
-N_FIRST, N_RECENT = 5, 100  # values kept of each metric
+# Values kept of each metric.
+N_FIRST = 5
+N_RECENT = 100
 N = 3  # steps whose mean most checks compare
 
 KL = ("loss/token_kl", "loss/sampled_reverse_kl")  # the gap to the teacher; the second without a distribution
 # loss/engine_kl, see `History.add`
-FRESH_KL, STALE_KL = "loss/engine_kl at staleness 0", "loss/engine_kl of stale rollouts"
+FRESH_KL = "loss/engine_kl at staleness 0"
+STALE_KL = "loss/engine_kl of stale rollouts"
 # These are not limits of a check but parts of its definition; docs/health.md has the reasons.
 FAR_KL = 4.0  # nats: teacher_mismatch without a distribution
 KL_MARGIN = 0.05  # nats: kl_rises, stale_rollouts, ends_disagree
@@ -105,7 +108,8 @@ def _compared(history: History, limit: float, key: str, sign: int) -> Verdict:
 def truncated(history: History, limit: float) -> Verdict:
     """Judge whether most responses are cut, and many more than in the first step, if most were cut there, too."""
     name = "rollout/truncated_share"
-    now, first = history.mean(name, N), history.first(name)
+    now = history.mean(name, N)
+    first = history.first(name)
     begins_cut = first > limit
     most = (1 + first) / 2 if begins_cut else limit
     remark = (
@@ -125,7 +129,8 @@ def teacher_mismatch(history: History, limit: float) -> Verdict:
 
 def overlap_falls(history: History, limit: float) -> Verdict:
     """Judge whether the overlap is below its best value of the last steps."""
-    now, best = history.mean("loss/overlap", 5), float(history.means("loss/overlap", 5).max())
+    now = history.mean("loss/overlap", 5)
+    best = float(history.means("loss/overlap", 5).max())
     return Verdict(best - now > limit, f"loss/overlap {best:.3g} -> {now:.3g} (means of 5 steps), limit {limit:g} less")
 
 
@@ -143,14 +148,16 @@ def no_gap(history: History, limit: float) -> Verdict:
 def kl_rises(history: History, limit: float) -> Verdict:
     """Judge whether the KL is far above its first and its lowest value."""
     kl = history.any_new(*KL)
-    now, best = history.mean(kl, 5), min(history.first(kl), *history.means(kl, 5))
+    now = history.mean(kl, 5)
+    best = min(history.first(kl), *history.means(kl, 5))
     evidence = f"{kl} {best:.3g} -> {now:.3g} (mean of 5 steps), limit {limit:g} times"
     return Verdict(now > limit * max(best, 0.0) + KL_MARGIN, evidence)
 
 
 def ends_disagree(history: History, limit: float) -> Verdict:
     """Judge whether much of the KL is at the tokens that end responses, and there is a KL worth the question."""
-    share, kl = history.mean("eval/end_kl_share", 1), history.mean("eval/kl", 1)
+    share = history.mean("eval/end_kl_share", 1)
+    kl = history.mean("eval/kl", 1)
     return Verdict(share > limit and kl > KL_MARGIN, f"eval/end_kl_share {share:.3g} of {kl:.3g} nats, limit {limit:g}")
 
 
@@ -166,7 +173,8 @@ def engine_logprobs(history: History, limit: float) -> Verdict:
 def stale_rollouts(history: History, limit: float) -> Verdict:
     """Judge whether stale rollouts are as far from the student as the student is from the teacher."""
     kl = history.any_new(*KL)
-    moved, gap = history.mean(STALE_KL, N), history.mean(kl, N)
+    moved = history.mean(STALE_KL, N)
+    gap = history.mean(kl, N)
     evidence = f"{STALE_KL} {moved:.3g}, {kl} {gap:.3g} (means of {N} steps), limit {limit:g} times"
     return Verdict(moved > max(limit * abs(gap), KL_MARGIN), evidence)
 

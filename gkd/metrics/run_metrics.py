@@ -41,7 +41,8 @@ class StepMetrics:
     """
 
     def __init__(self, step: int, spans: SpanFile | None = None) -> None:
-        self.step, self._began_s = step, driver.clock()
+        self.step = step
+        self._began_s = driver.clock()
         if spans is not None:
             spans.begin(step)
         self.numbers: dict[str, float] = {}
@@ -54,7 +55,8 @@ class StepMetrics:
 
     def times(self) -> dict[str, float]:
         """Return `time/<stage>_s` of each stage so far, `time/step_s`, and the share of the stages in it."""
-        seconds, total = driver.seconds_since(self._began_s), driver.clock() - self._began_s
+        seconds = driver.seconds_since(self._began_s)
+        total = driver.clock() - self._began_s
         accounted = sum(seconds.values()) / total if total > 0 else 1.0
         stages = {f"time/{stage}_s": each for stage, each in seconds.items()}
         return stages | {"time/step_s": total, "time/accounted_share": accounted}
@@ -72,9 +74,14 @@ class RunMetrics:
     """
 
     def __init__(self, config: Config, roles: Roles, folder: RunFolder, total_steps: int) -> None:
-        self._config, self._actor, self._rollout, self._folder = config, roles.actor, roles.rollout, folder
-        self._scoring, self._remark = roles.scoring, roles.remark
-        self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
+        self._config = config
+        self._actor = roles.actor
+        self._rollout = roles.rollout
+        self._folder = folder
+        self._scoring = roles.scoring
+        self._remark = roles.remark
+        self._scheduler = config.trainer.scheduler
+        self._total_steps = total_steps
         self._overlapped_evaluation = False
         self._restarts = EngineRestarts()  # since the last line, also during an evaluation
         self._files: list[MetricsWriter] = []

@@ -33,7 +33,9 @@ class SpanFile:
     """
 
     def __init__(self, writer: MetricsWriter, teacher_host: str = "", own: SpanRecorder = driver) -> None:
-        self._writer, self._teacher_host, self._own = writer, teacher_host, own
+        self._writer = writer
+        self._teacher_host = teacher_host
+        self._own = own
         own.take()
         self._starts: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)  # on the monotonic clock
         self._found: list[ProcessSpans] = []
@@ -51,7 +53,8 @@ class SpanFile:
         by_endpoint: defaultdict[str, list[Span]] = defaultdict(list)
         for chunk in batch:
             if chunk.times is not None:
-                start_s, end_s = chunk.times.submitted_s, float(chunk.times.completed_s.max())
+                start_s = chunk.times.submitted_s
+                end_s = float(chunk.times.completed_s.max())
                 args = {"sequences": chunk.rollouts.n_sequences, "tokens": int(chunk.rollouts.n_tokens.sum())}
                 span = Span(Phase.SCORE.span, start_s, end_s - start_s, args)
                 by_endpoint[f"scoring {chunk.rollouts.dp_rank}"].append(span)
@@ -66,13 +69,15 @@ class SpanFile:
         first: dict[tuple[str, float], tuple[float, Computation]] = {}
         n_sequences: Counter[tuple[str, float]] = Counter()
         for found in chain.from_iterable(by_endpoint.values()):
-            key, end_s = (found.worker, found.compute_s), found.received_s
+            key = (found.worker, found.compute_s)
+            end_s = found.received_s
             n_sequences[key] += found.n_sequences
             if key not in first or end_s < first[key][0]:
                 first[key] = end_s, found
         by_worker: defaultdict[str, list[Span]] = defaultdict(list)
         for end_s, batch in sorted(first.values(), key=lambda pair: pair[0] - pair[1].compute_s):
-            start_s, spans = end_s - batch.compute_s, by_worker[f"teacher {batch.worker}"]
+            start_s = end_s - batch.compute_s
+            spans = by_worker[f"teacher {batch.worker}"]
             if spans and spans[-1].start_s + spans[-1].duration_s > start_s:
                 last = spans[-1]
                 spans[-1] = Span(last.name, last.start_s, start_s - last.start_s, last.args)
@@ -83,7 +88,8 @@ class SpanFile:
     def end(self) -> None:
         """Write what has been added. Raises CheckpointError: the file cannot be written."""
         to_wall_s = self._own.to_wall_s()
-        found, self._found = [self._own.take(to_wall_s), *self._found], []
+        found = [self._own.take(to_wall_s), *self._found]
+        self._found = []
         hosts = {spans.process: spans.host for spans in found}
         lines: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
         for spans in found:

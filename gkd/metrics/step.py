@@ -49,7 +49,8 @@ def step_numbers(
     sizes = np.concatenate([chunk.sizes for chunk in chunks], axis=1)
     _, all_tokens, n_response, endings, _, n_repeated, n_observed, _ = sizes.astype(np.int64)
     on_policy = np.repeat([chunk.on_policy for chunk in chunks], [chunk.n_sequences for chunk in chunks])
-    n_tokens, n_4grams = int(n_response.sum()), int(np.maximum(n_response - 3, 0)[on_policy].sum())
+    n_tokens = int(n_response.sum())
+    n_4grams = int(np.maximum(n_response - 3, 0)[on_policy].sum())
     masses = [c.teacher_mass for c in batch if c.teacher_mass is not None]
     return {
         "loss/total": stats.loss,
@@ -113,10 +114,12 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
         return {}
     functions = config.reward.functions
     values = np.concatenate([chunk.rewards for chunk in judged if chunk.rewards is not None])
-    rewards, known = values @ np.array([entry.weight for entry in functions]), ~np.isnan(values)
+    rewards = values @ np.array([entry.weight for entry in functions])
+    known = ~np.isnan(values)
     groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // config.rollout.n
     _, own = np.unique(groups, return_inverse=True)
-    highest, lowest = np.full(own.max() + 1, -np.inf), np.full(own.max() + 1, np.inf)
+    highest = np.full(own.max() + 1, -np.inf)
+    lowest = np.full(own.max() + 1, np.inf)
     whole = known.all(axis=1)
     np.maximum.at(highest, own[whole], rewards[whole])
     np.minimum.at(lowest, own[whole], rewards[whole])

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 from gkd.types import TokenRecord
 
-SURE, DENIED = 0.9, 0.1  # the student's probability of its token, the teacher's of the same
+SURE = 0.9  # the student's probability of its token
+DENIED = 0.1  # the teacher's of the same token
 SURE_ENTROPY = 0.325  # nats of (0.9, 0.1): below it, one token has more than 0.9
-SAME, OTHER, SURE_OF_OTHER = "same choice", "other choice", "sure of another"
+SAME = "same choice"
+OTHER = "other choice"
+SURE_OF_OTHER = "sure of another"
 Choice = Sequence[float]  # token id, probability of the teacher, of the student
 
 

@@ -72,7 +72,8 @@ class TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         self._writer = EventFileWriter(str(run.folder / "tensorboard"))
         restart = SessionLog(status=SessionLog.START)  # readers discard earlier values from this step on
         config = text_pb("config", "".join(f"    {key}: {value!r}\n" for key, value in run.settings.items()))

@@ -57,7 +57,10 @@ class PrefetchedBatches(BatchSource):
     def __init__(
         self, config: Config, rollout: RolloutRole, scoring: ScoringRole, sampler: PromptSampler, total_steps: int
     ) -> None:
-        self._config, self._rollout, self._scoring, self._sampler = config, rollout, scoring, sampler
+        self._config = config
+        self._rollout = rollout
+        self._scoring = scoring
+        self._sampler = sampler
         self._total_steps = total_steps
         self._ahead = self.max_staleness = AHEAD[config.trainer.scheduler]
         self._background = Background("generate") if self._ahead else None
@@ -105,7 +108,8 @@ class PrefetchedBatches(BatchSource):
 
     def _generate(self, number: int, version: int) -> list[PendingScores]:
         """Generate and submit one batch. The result depends on its number, not on when this runs."""
-        size, seed = self._config.trainer.global_batch_size, self._config.data.seed
+        size = self._config.trainer.global_batch_size
+        seed = self._config.data.seed
         config = self._config.at(number)
         prompts = self._sampler.take(number * size, size)
         on_policy = on_policy_indices(number, size, self._config.distill.on_policy_share, seed)

@@ -16,7 +16,9 @@ from gkd.config.schema_teacher import ACTOR
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.roles import Pending, Roles
 
-KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or none because new ones follow
+# Sleep levels of an engine.
+KEEP_WEIGHTS = 1  # in host memory
+DISCARD_WEIGHTS = 2  # new ones follow
 
 
 class GpuSharing:
@@ -24,7 +26,9 @@ class GpuSharing:
 
     def __init__(self, config: Config, roles: Roles) -> None:
         derived = config.derived
-        self._actor, self._rollout, self._shared = roles.actor, roles.rollout, config.trainer.colocate
+        self._actor = roles.actor
+        self._rollout = roles.rollout
+        self._shared = config.trainer.colocate
         # Reload the actor while the teacher scores, unless a local teacher or a reference computes on its GPUs then.
         self.reload_early = derived.teacher_pool != ACTOR and not derived.loss.has_reference
         # The engines must not discard their weights if a weight sync sends only adapters.

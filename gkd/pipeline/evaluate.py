@@ -49,11 +49,16 @@ class Evaluator:
             evaluated: called with the step and the numbers of each evaluation.
             training_prompts: those of the samples if there are no validation prompts.
         """
-        self._config, self._roles, self._folder = config.eval, roles, folder
+        self._config = config.eval
+        self._roles = roles
+        self._folder = folder
         self._scoring = roles.judge or roles.evaluation or roles.scoring
-        self._routes, self._n_training = config.derived.routes, config.rollout.n
+        self._routes = config.derived.routes
+        self._n_training = config.rollout.n
         self._temperature = config.rollout.temperature
-        self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
+        self._gpus = gpus
+        self._metrics = metrics
+        self._evaluated = evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
         self._has_teacher = config.derived.teacher_pool != NONE
         self._images = {each.prompt_id: each.images for each in self._prompts or training_prompts if each.images}
@@ -151,7 +156,8 @@ class Evaluator:
         """Generate greedily and judge with eval.metric. Return None if there is no metric."""
         if self._config.metric == NO_METRIC:
             return None
-        judge, rollout = self._roles.judge, self._roles.rollout
+        judge = self._roles.judge
+        rollout = self._roles.rollout
         if judge is None:
             return rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES)
         samples = rollout.greedy(self._prompts, n_samples=len(self._prompts)).samples

@@ -34,7 +34,10 @@ class BatchRecorder:
     """Records batches, if `enabled`. A batch exists completely, under its step's name, or not at all."""
 
     def __init__(self, folder: RunFolder, scoring: ScoringRole, *, enabled: bool) -> None:
-        self._run, self._root, self._scoring, self._enabled = folder, folder.batches, scoring, enabled
+        self._run = folder
+        self._root = folder.batches
+        self._scoring = scoring
+        self._enabled = enabled
 
     @contextmanager
     def recording(self, step: int, parts: Sequence[Sequence[ScoredChunk]], m: StepMetrics) -> Iterator[None]:
@@ -85,7 +88,8 @@ class ReplayedBatches(BatchSource):
     generates = False
 
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
-        self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
+        self._folder = Path(config.trainer.replay)
+        self._size = config.trainer.global_batch_size
         self._scoring = scoring
         self._in_parts = config.derived.early_parts  # False: these settings need whole batches
         self._n_read = 0  # early parts of the current batch that were looked for

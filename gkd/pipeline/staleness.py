@@ -59,7 +59,9 @@ class StreamScheduler:
         early_parts: bool = False,
     ) -> None:
         self._early_parts = early_parts
-        self._positions, self._max_staleness, self._total_steps = positions, max_staleness, total_steps
+        self._positions = positions
+        self._max_staleness = max_staleness
+        self._total_steps = total_steps
         self.next_batch = next_batch
         self._version: dict[int, int] = {}  # position -> oldest version that may have generated a part
         # Oldest version -> number of prompts in flight, and oldest version -> {finished position: its number}.

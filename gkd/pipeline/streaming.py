@@ -44,8 +44,12 @@ class StreamedBatches(BatchSource):
     def __init__(
         self, config: Config, rollout: RolloutRole, scoring: ScoringRole, sampler: PromptSampler, total_steps: int
     ) -> None:
-        self._config, self._rollout, self._scoring, self._sampler = config, rollout, scoring, sampler
-        self._size, self._n = config.trainer.global_batch_size, config.rollout.n
+        self._config = config
+        self._rollout = rollout
+        self._scoring = scoring
+        self._sampler = sampler
+        self._size = config.trainer.global_batch_size
+        self._n = config.rollout.n
         self.max_staleness = config.trainer.staleness_bound
         self._on_policy = lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
         self._scheduler = StreamScheduler(
@@ -95,7 +99,8 @@ class StreamedBatches(BatchSource):
             self._asked.result()  # raises the error of the last question
         self._asked = self._asking.start(partial(self._ask_engines, self._stream, step))
         with self._changed:
-            again, self._unfinished = self._unfinished, []
+            again = self._unfinished
+            self._unfinished = []
             self._scheduler.admit(again, step)
             positions = [*again, *self._scheduler.admit_new(step)]
         if positions:
@@ -122,7 +127,8 @@ class StreamedBatches(BatchSource):
         with self._changed:
             self._scheduler.remove(self._batch)
             self._chunks.remove(self._batch)
-            self._batch, self._late = [], []
+            self._batch = []
+            self._late = []
 
     def in_flight(self, step: int) -> InFlight:
         del step
@@ -161,7 +167,8 @@ class StreamedBatches(BatchSource):
 
     def _take(self, positions: Sequence[int]) -> list[PendingScores]:
         """Return the sequences of these positions, and the dataset's responses that no part has."""
-        from_dataset, self._from_dataset = self._from_dataset, []
+        from_dataset = self._from_dataset
+        self._from_dataset = []
         with self._changed:
             return [*from_dataset, *self._chunks.parts(positions)]
 
@@ -180,7 +187,8 @@ class StreamedBatches(BatchSource):
         """
         timeout_s = self._config.trainer.stage_timeout_s
         with self._changed:
-            self._received_s, self._awaited = time.monotonic(), found
+            self._received_s = time.monotonic()
+            self._awaited = found
             while (value := found()) is None:
                 if self._error is not None:
                     raise self._error

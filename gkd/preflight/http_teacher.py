@@ -27,9 +27,12 @@ from teacher_server.wire.protocol import Signal
 log = get_logger("preflight")
 
 _N_IDS = 16  # tokens of the probe that teacher.json records
-_N_TEXTS, _TEXT_TOKENS = 32, 64
+_N_TEXTS = 32
+_TEXT_TOKENS = 64
 _BETTER = 2.0  # nats per token by which texts must score better than other ids
-_REPEATABLE, _ONE_MODEL = 0.05, 2.0  # nats by which a sequence's logprobs may differ without a warning, and at all
+# Limits of the difference of a sequence's logprobs, nats.
+_REPEATABLE = 0.05  # without a warning
+_ONE_MODEL = 2.0  # at all
 _BUDGET_S = 10.0
 
 
@@ -72,7 +75,10 @@ class _Probe:
     """The probes of one server."""
 
     def __init__(self, config: Config, route: Route, teacher: HttpTeacher, tokenizer: Any) -> None:
-        self._config, self._route, self._teacher, self._tokenizer = config, route, teacher, tokenizer
+        self._config = config
+        self._route = route
+        self._teacher = teacher
+        self._tokenizer = tokenizer
         added = set(tokenizer.get_added_vocab().values())
         self._ids = np.array(sorted(set(tokenizer.get_vocab().values()) - added), np.int32)
 
@@ -113,7 +119,8 @@ class _Probe:
 
     def _check_repeats(self, ids: np.ndarray, alone: np.ndarray) -> float:
         """Score the sequence again, three times alone and four times among others; return the largest difference."""
-        others, problem = [np.roll(ids, shift) for shift in range(1, 9)], "it cannot score several sequences at a time"
+        others = [np.roll(ids, shift) for shift in range(1, 9)]
+        problem = "it cannot score several sequences at a time"
         again = [self._sampled([ids], problem)[0] for _ in range(3)]
         again += self._sampled([*others[:4], *[ids] * 4, *others[4:]], problem)[4:8]
         moved = max(float(np.abs(each - alone).max()) for each in again)

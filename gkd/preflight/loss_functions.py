@@ -16,7 +16,10 @@ from gkd.loss.divergence import divergence_of
 from gkd.loss.divergence_slopes import value_and_slope
 from gkd.user_code import search_path
 
-_TOKENS, _OUTCOMES, _STEP = 4, 6, 1e-5  # sizes of the tables; finite difference, nats
+# Sizes of the tables.
+_TOKENS = 4
+_OUTCOMES = 6
+_STEP = 1e-5  # finite difference, nats
 _FIX = "correct the function; docs/losses.md has the rules under A loss of your own."
 
 
@@ -66,7 +69,8 @@ def _problem(term: LossTerm) -> str:
         return f"an outcome that is impossible for teacher and student adds {added}, not 0."
     if not torch.allclose(slope, expected, rtol=1e-5, atol=1e-7):
         row, column = divmod(int((slope - expected).abs().argmax()), _OUTCOMES)
-        own, wanted = float(slope[row, column]), float(expected[row, column])
+        own = float(slope[row, column])
+        wanted = float(expected[row, column])
         return f"its slope in log q is {own:.6g} where finite differences of its value give {wanted:.6g}."
     return ""
 

@@ -39,7 +39,8 @@ def resolve_device(config: Config) -> str:
     """Return "cpu" or "cuda" for trainer.device. Raises ConfigError if this machine lacks the device or GPUs."""
     import torch
 
-    wanted, n_gpus = config.trainer.device, torch.cuda.device_count()
+    wanted = config.trainer.device
+    n_gpus = torch.cuda.device_count()
     if config.cluster.ray_address:
         if wanted == "auto":
             problem = "the GPUs of cluster.ray_address are unknown here."

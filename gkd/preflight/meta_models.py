@@ -40,13 +40,15 @@ def check_fsdp_student(config: Config) -> tuple[int, int]:
         ModelError, ConfigError: as `FsdpStudent` would, except for errors that need a forward pass with weights; or
             actor.cp or rollout.tp cannot split the model.
     """
-    actor, hf = config.actor, _built(config, Path(config.model.path))
+    actor = config.actor
+    hf = _built(config, Path(config.model.path))
     check_prefix(Path(config.model.path), named_places(hf)[0])
     if actor.lora.rank > 0:
         check_targets(hf, actor.lora)
     probe_on_meta(hf, packing=actor.packs, fused=actor.fuses)
     text = hf.config.get_text_config()
-    heads, kv_heads = distinct_sizes(text, "num_attention_heads"), distinct_sizes(text, "num_key_value_heads")
+    heads = distinct_sizes(text, "num_attention_heads")
+    kv_heads = distinct_sizes(text, "num_key_value_heads")
     columns = {
         "MLP columns": distinct_sizes(text, "intermediate_size"),
         "expert columns": distinct_sizes(text, "moe_intermediate_size"),
@@ -103,8 +105,10 @@ def check_reference(config: Config, tokenizer: Any, n_vocab: int) -> str:
         ConfigError: naming reference.path or, if that is empty, model.path: the folder is damaged, or its model cannot
             score, has another vocabulary or a shorter context; or naming actor.packing.
     """
-    derived, path = config.derived, config.reference.path
-    folder, longest = derived.reference_folder, derived.max_sequence_length
+    derived = config.derived
+    path = config.reference.path
+    folder = derived.reference_folder
+    longest = derived.max_sequence_length
     key = "reference.path" if path else "model.path"
     hf = _frozen(config, folder, key)
     n_rows = len(hf.get_output_embeddings().weight)

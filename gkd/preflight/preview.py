@@ -32,7 +32,8 @@ def preview(config: Config, n: int) -> Iterator[str]:
     ends = None
     if config.distill.on_policy_share < 1:
         ends = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})
-    tools, other = environment_tools(config, tokenizer), teacher_tokenizer(config)
+    tools = environment_tools(config, tokenizer)
+    other = teacher_tokenizer(config)
     reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, other, image_reader(config))
     key = "data.train_files"
     rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.reads))

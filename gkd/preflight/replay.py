@@ -37,7 +37,8 @@ def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -
     named = config.trainer.replay
     if not named:
         return
-    folder, fix = Path(named), "name the batches folder of a run with trainer.record_batches=true."
+    folder = Path(named)
+    fix = "name the batches folder of a run with trainer.record_batches=true."
     if folder.resolve() == (Path(config.trainer.run_dir) / BATCHES).resolve():
         raise config.error("trainer.replay", "this run writes its own batches there.", fix)
     if not folder.is_dir():

@@ -270,7 +270,8 @@ class _Checks:
         return config
 
     def _plan(self, config: Config, n_vocab: int) -> Callable[[], Plan] | None:
-        train, val = self.train, self.val
+        train = self.train
+        val = self.val
         assert train is not None and val is not None, "the run is whole"
         data_files = describe_files(self.config.data)
         kept = self.config.with_values(self.on_hub)
@@ -381,7 +382,8 @@ def read_tokenizer(config: Config, n_vocab: int) -> tuple[Any, list[int]]:
     """
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, n_vocab)
-    own, more = eos_token_ids(config.model.path, tokenizer), config.rollout.stop_token_ids
+    own = eos_token_ids(config.model.path, tokenizer)
+    more = config.rollout.stop_token_ids
     for key, value, ids, fix in (
         ("model.path", config.model.path, own, "correct eos_token_id in generation_config.json or config.json."),
         ("rollout.stop_token_ids", more, more, "name token ids of the student."),

@@ -46,7 +46,8 @@ def check_stream_fits(config: Config, total_steps: int) -> None:
 
 def early_end_warning(config: Config, n_prompts: int) -> str:
     """Return a sentence if the epochs end the run before total_steps, else "": in TRL, steps override epochs."""
-    t, steps = config.trainer, config.planned_steps(n_prompts)
+    t = config.trainer
+    steps = config.planned_steps(n_prompts)
     if steps >= t.total_steps:
         return ""
     return (

@@ -72,7 +72,8 @@ def check_student(config: Config) -> int:
     Raises:
         ConfigError: naming model.path, or the key of a size that cannot split the model.
     """
-    path, longest = config.model.path, config.derived.max_sequence_length
+    path = config.model.path
+    longest = config.derived.max_sequence_length
     with checked_folder("model.path", path):
         vocab_size, max_positions = _CHECKS[config.actor.backend_name](config)
     if config.derived.engine_adapter_rank:
@@ -95,7 +96,8 @@ def _check_megatron(config: Config) -> tuple[int, int]:
     Raises:
         ConfigError, ModelError: something does not fit.
     """
-    path, actor = config.model.path, config.actor
+    path = config.model.path
+    actor = config.actor
     config_json = read_config_json(path, "model.path")
     check_megatron_support(config_json, path)
     dims = read_dims(config_json)

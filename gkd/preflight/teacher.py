@@ -323,7 +323,8 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, 
     """
     if data.chat_template == "never" or data.teacher_prompt_key:
         return ""
-    name, variables = teacher.model_path, data.chat_template_kwargs
+    name = teacher.model_path
+    variables = data.chat_template_kwargs
     is_here = os.path.isdir(name)  # false where this user may not look
     if not is_here and teacher.template_fingerprint == template_fingerprint(tokenizer.chat_template):
         return ""
@@ -333,7 +334,8 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, 
             f"this host. If it writes other prompts, {_TEMPLATE_FIX}"
         )
     try:
-        ours, its = template_example(tokenizer, variables), teacher.template_example
+        ours = template_example(tokenizer, variables)
+        its = teacher.template_example
         if is_here:
             other = load_tokenizer(name, "teacher.path", trust_remote_code=trust_remote_code)
             its = template_example(other, variables)
@@ -374,7 +376,8 @@ def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[Teacher
         recorded = msgspec.json.decode(content, type=tuple[tuple[str, TeacherInfo], ...])
     except (OSError, msgspec.DecodeError):
         raise away from None
-    names, now = [route.teacher.name for route in config.derived.routes], _addresses(config)
+    names = [route.teacher.name for route in config.derived.routes]
+    now = _addresses(config)
     if len(recorded) != len(names):
         raise away
     for name, address, (before, teacher) in zip(names, now, recorded, strict=True):
@@ -393,7 +396,8 @@ def check_all_stored(
     config: Config, prompts: Sequence[Prompt], teachers: Sequence[TeacherInfo], n_vocab: int, eos_ids: Sequence[int]
 ) -> None:
     """Raise TeacherUnavailable unless the store has the scores of each response."""
-    store, fingerprints = open_store(config.teacher), [teacher.fingerprint for teacher in teachers]
+    store = open_store(config.teacher)
+    fingerprints = [teacher.fingerprint for teacher in teachers]
     numerics = [teacher.numerics for teacher in teachers]
     keys = dataset_keys(dataset_rollouts(prompts, eos_ids), config.derived, fingerprints, n_vocab, numerics)
     n_missing = len(prompts) - sum(key in store for key in keys.values())

@@ -25,7 +25,8 @@ log = get_logger("preflight")
 
 LEAST_COMMON = 0.8  # share of the student's token boundaries, below which distill.units=nodes is refused
 LEAST_PAIRED = 0.5  # share of the student's tokens, below which the tokenizer is refused
-_N_TEXTS, _TEXT_TOKENS = 64, 512
+_N_TEXTS = 64
+_TEXT_TOKENS = 512
 SAFE_SHARE = 0.95  # the one of gkd.loss.text_units, which imports torch
 _ANSWER = "\ue000answer\ue001"  # characters for private use, which no template changes
 
@@ -164,7 +165,8 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
 def _check_units(config: Config, route: Route, pair: TokenizerPair, text: np.ndarray) -> None:
     """Raise ConfigError if the teacher refuses to list units, as an engine of one's own does."""
     assert pair.units is not None
-    settings, n = route.teacher, pair.n_listed
+    settings = route.teacher
+    n = pair.n_listed
     teacher = open_teacher(settings, k=settings.topk, n_vocab=n, n_in_flight=1, units=pair.units.of_token)
     try:
         teacher.submit([as_rollout(text[: pair.max_tokens])], config.derived.signals).result()
@@ -189,11 +191,13 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
 
     Both are computed from its most probable tokens.
     """
-    vocab, nodes = ByteVocab(pair.teacher), pair.nodes
+    vocab = ByteVocab(pair.teacher)
+    nodes = pair.nodes
     is_whole = nodes.lengths[nodes.teacher] == vocab.lengths
     settings = route.teacher
     n = len(pair.teacher)
-    n_safe, masses = list[bool](), list[np.ndarray]()
+    n_safe = list[bool]()
+    masses = list[np.ndarray]()
     teacher = open_teacher(settings, k=min(settings.topk, n), n_vocab=n, n_in_flight=8)
     try:
         asked = [as_rollout(text[: pair.max_tokens], i) for i, text in enumerate(texts) if len(text) > 1]

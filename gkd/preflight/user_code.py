@@ -106,7 +106,8 @@ def check_observations(config: Config, tokenizer: Any, eos_ids: Sequence[int], t
     Raises:
         ConfigError: it does not.
     """
-    path, variables = config.rollout.environment, config.data.chat_template_kwargs
+    path = config.rollout.environment
+    variables = config.data.chat_template_kwargs
     if not path:
         return
     delta = ChatDelta(tokenizer, variables, eos_ids, tools, setting=("rollout.environment", path))

@@ -40,8 +40,12 @@ if TYPE_CHECKING:
 
 log = get_logger("checkpoints")
 
-ACTOR, IN_FLIGHT, STATE = "actor", "in_flight", "trainer.json"
-_POINTER, _BEST, _TRASH = "latest", "best", ".trash_"
+ACTOR = "actor"
+IN_FLIGHT = "in_flight"
+STATE = "trainer.json"
+_POINTER = "latest"
+_BEST = "best"
+_TRASH = ".trash_"
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -129,7 +133,8 @@ class CheckpointStore:
             CheckpointError: the disk is full or read-only; a file differs from its digest; `latest` is at this step or
                 a later one; or no save of this step was begun. Earlier checkpoints are untouched.
         """
-        final, newest = self._folder(step), self._pointer()
+        final = self._folder(step)
+        newest = self._pointer()
         if self._begun is None or self._begun[0] != step:
             raise CheckpointError(f"{final}: cannot be committed: no save of step {step} was begun")
         if newest is not None and newest >= step:
@@ -203,7 +208,9 @@ class CheckpointStore:
                 written by another version, since resuming from an earlier one would discard it.
         """
         damages = []
-        newest, folders, committed = self._pointer(), self._folders(), self.committed()
+        newest = self._pointer()
+        folders = self._folders()
+        committed = self.committed()
         if newest is not None and self._folder(newest) not in folders:
             damages.append(f"{self._folder(newest)} is missing ({_POINTER} names it)")
             log.error("damaged checkpoint: %s; trying the one before", damages[-1])
@@ -235,7 +242,8 @@ class CheckpointStore:
 
     def committed(self) -> list[Path]:
         """Return the committed checkpoints, oldest first."""
-        folders, newest = self._folders(), self._pointer()
+        folders = self._folders()
+        newest = self._pointer()
         if newest is not None:
             return [folder for folder in folders if (step_of(folder) or 0) <= newest]
         # A killed first save leaves at most one folder without a pointer. With more than one the pointer was lost, and
@@ -327,7 +335,8 @@ class BestStep:
     """
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._metric, self._smallest = config.keep_best, config.keep_best in SMALLER_IS_BETTER
+        self._metric = config.keep_best
+        self._smallest = config.keep_best in SMALLER_IS_BETTER
         self.best: Best | None = None
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:

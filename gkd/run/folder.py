@@ -50,12 +50,17 @@ from teacher_server.vision.images import EncodedImage
 
 BATCHES = "batches"
 CHECKPOINTS = "checkpoints"
-ENVIRONMENT, LOG = "environment.jsonl", "log.txt"
+ENVIRONMENT = "environment.jsonl"
+LOG = "log.txt"
 PLACES = "gpus.json"
 STACKS = "stacks.txt"
 IMAGES = "images"
-EXPORT, _NEW, _OLD = "export", ".new_export", ".trash_export"
-LOCK, ORIGIN, GOING_BACK = ".lock", "branched_from", "going_back"
+EXPORT = "export"
+_NEW = ".new_export"
+_OLD = ".trash_export"
+LOCK = ".lock"
+ORIGIN = "branched_from"
+GOING_BACK = "going_back"
 _BY_STEP = ("samples", "token_losses", "profile", BATCHES)  # folders with files of each evaluation or step
 SHOWN_RESPONSES = 20  # the first of a step, which the report shows: images of others are not written
 _SHOWN_IMAGES = 8  # the first of a prompt, which may have 64
@@ -75,7 +80,9 @@ class RunFolder:
     def __init__(
         self, root: Path, config: Config, teacher: Mapping[str, Any], lock: TextIO, start: Path | None
     ) -> None:
-        self.root, self.config, self.start = root, config, start
+        self.root = root
+        self.config = config
+        self.start = start
         self.goes_back = (root / GOING_BACK).exists()
         self.teacher = teacher
         self._lock = lock  # held while this object lives
@@ -206,7 +213,8 @@ class RunFolder:
         Raises:
             CheckpointError: it cannot be renamed; the earlier export stays.
         """
-        final, old = self.root / EXPORT, self.root / _OLD
+        final = self.root / EXPORT
+        old = self.root / _OLD
         with naming(final):
             if final.exists():
                 final.rename(old)
@@ -248,7 +256,8 @@ def teacher_json(teacher: Mapping[str, Any]) -> str:
 
 def tidy_export(root: Path) -> None:
     """Undo a replacement that was killed halfway, and delete leftovers of a killed export. Raises OSError."""
-    final, old = root / EXPORT, root / _OLD
+    final = root / EXPORT
+    old = root / _OLD
     if old.exists() and not final.exists():
         old.rename(final)
         fsync(root)

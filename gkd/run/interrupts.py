@@ -152,5 +152,6 @@ def _leave_terminal() -> None:
 
 
 def _stop_between_steps() -> None:
-    _state.between_steps, _state.may_stop = True, False
+    _state.between_steps = True
+    _state.may_stop = False
     raise KeyboardInterrupt

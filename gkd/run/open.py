@@ -79,7 +79,8 @@ def check_same_models(
     config: Config, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]] = ()
 ) -> Path | None:
     """Check as `check_run_folder`, and that a run that is resumed has had this teacher, reference and data."""
-    named, root = check_run_folder(config), Path(config.trainer.run_dir)
+    named = check_run_folder(config)
+    root = Path(config.trainer.run_dir)
     if named is None and _holds_run(root):
         _check_same(root, root, teacher, files, config)
     return named
@@ -156,7 +157,8 @@ def _noted(file: Path, teacher: Mapping[str, Any], files: Sequence[Mapping[str, 
 
 def _note_start(root: Path, start: Path | None, store: CheckpointStore, config: Config) -> None:
     """Record the checkpoint that the run was told to resume from, for later starts with `auto`. Raises OSError."""
-    origin, going_back = root / ORIGIN, root / GOING_BACK
+    origin = root / ORIGIN
+    going_back = root / GOING_BACK
     if config.trainer.resume == "auto":
         return  # the record of an earlier start is still valid
     if start is not None and start.parent == store.root:
@@ -261,9 +263,11 @@ def check_same_run(before: Path, now: Config) -> None:
     Args:
         before: config.yaml of the run or checkpoint to resume from.
     """
-    old, errors = load_config(before), []
+    old = load_config(before)
+    errors = []
     for key in sorted(all_keys()):
-        was, value = kept_value(old, key), kept_value(now, key)
+        was = kept_value(old, key)
+        value = kept_value(now, key)
         is_chosen_later = key == "actor.strategy" and value == AUTO  # and then compared
         if was != value and not is_chosen_later and not may_change(key, now):
             problem = f"{before.parent} was started with {was!r}."
@@ -290,7 +294,8 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, a
     except (ValueError, KeyError, TypeError) as error:
         problem = f"its teacher.json is damaged ({error!r})."
         raise now.error("trainer.run_dir", problem, "name another folder.") from error
-    derived, own = now.derived, _by_route(teacher)
+    derived = now.derived
+    own = _by_route(teacher)
     if by_route.keys() != own.keys():
         problem = f"this run was scored by the routes {sorted(by_route)}."
         raise ConfigError("teacher.routes", sorted(own), problem, "use the same, or another trainer.run_dir.")
@@ -308,12 +313,15 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, a
             problem = f"{name} has other weights or numerics: logprobs of its probe moved by up to {moved:.3g} nats."
             if moved <= SAME_PROBE:
                 problem = f"{name} computes in {new_dtype}; this run was scored in {dtype}."
-        key, value = route.key("server_port"), now.teacher.path or route.teacher.server_port
+        key = route.key("server_port")
+        value = now.teacher.path or route.teacher.server_port
         fix = "start the server with the old model and --dtype to resume"
         if derived.teacher_pool:
-            key, fix = now.teacher.kind.model, "name the old model to resume"
+            key = now.teacher.kind.model
+            fix = "name the old model to resume"
         elif route.teacher.backend == HTTP:
-            key, value = route.key("url"), ", ".join(route.teacher.url)
+            key = route.key("url")
+            value = ", ".join(route.teacher.url)
         raise ConfigError(key, value, problem, f"{fix}, or start a new run in another trainer.run_dir.")
 
 
@@ -335,7 +343,8 @@ def check_same_reference(file: Path, identity: Mapping[str, Any], now: Config) -
         file: teacher.json of the run or checkpoint, already read by `check_same_teacher`.
         identity: what this run would write into it.
     """
-    before, fingerprint = json.loads(file.read_text()).get("reference"), identity.get("reference")
+    before = json.loads(file.read_text()).get("reference")
+    fingerprint = identity.get("reference")
     if before != fingerprint:
         own, other = ((each or "none")[:12] for each in (fingerprint, before))
         problem = f"its weights ({own}) are not those of the reference of this run ({other})."
@@ -363,7 +372,8 @@ def check_same_files(environment: Path, files: Sequence[Mapping[str, Any]], now:
         raise now.error("trainer.run_dir", problem, "restore it, or delete it.") from error
     errors = []
     for each in files:
-        name, mark = (each["key"], each["file"]), _mark(each)
+        name = (each["key"], each["file"])
+        mark = _mark(each)
         if before.get(name, mark) == mark:
             continue
         problem = f"the file has changed since the last start of this run: it had {before[name]}, and has {mark}."

@@ -62,7 +62,9 @@ class Saver:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._actor, self._scoring = folder, actor, scoring
+        self._folder = folder
+        self._actor = actor
+        self._scoring = scoring
         self._interval = save_interval(config.save_every)
         self._clock = clock
         self._began_s = clock()  # start of the last save; before the first one, of this process
@@ -174,7 +176,8 @@ class Saver:
         except Exception:
             self._discard()
             raise
-        self._pending, self.committed_step = None, save.state.step
+        self._pending = None
+        self.committed_step = save.state.step
         seconds = self._clock() - save.began_s
         log.info("checkpoint of step %d: %d bytes in %.1f s", save.state.step, manifest.n_bytes, seconds)
         return {"perf/checkpoint_write_s": seconds, "perf/checkpoint_bytes": float(manifest.n_bytes)}

@@ -62,10 +62,17 @@ class ScoringEndpoint(GroupEndpoint):
         names: Sequence[str] = (),
     ) -> None:
         super().__init__(config)
-        self._pair, self._numerics, self._names = pair, numerics, names
-        self._probes, self._n_vocab, self._fingerprints, self._windows = probes, n_vocab, fingerprints, windows
+        self._pair = pair
+        self._numerics = numerics
+        self._names = names
+        self._probes = probes
+        self._n_vocab = n_vocab
+        self._fingerprints = fingerprints
+        self._windows = windows
         self._derived = derived = config.derived
-        self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
+        self._signals = derived.signals
+        self._routes = derived.routes
+        self._n_student_ids = derived.n_student_ids
         self._lock = threading.Lock()
         self._teachers: list[Teacher] = []  # one per route
         self._outage: TeacherUnavailable | None = None
@@ -116,7 +123,9 @@ class ScoringEndpoint(GroupEndpoint):
         teachers = self.clients()
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)  # stays so for scores from the store
-        store, stored, keys = self._store, dict[int, TeacherScores](), dict[int, bytes]()
+        store = self._store
+        stored = dict[int, TeacherScores]()
+        keys = dict[int, bytes]()
         if store is not None:
             store.refresh()
             keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab, self._numerics)
@@ -133,7 +142,8 @@ class ScoringEndpoint(GroupEndpoint):
             for i in keys.keys() & found.keys():
                 store.put(keys[i], rollouts[i], found[i])
         if self._pair is not None:
-            teacher, hidden_size = self._config.teacher, self._head_columns[1] if "hidden" in self._signals else 0
+            teacher = self._config.teacher
+            hidden_size = self._head_columns[1] if "hidden" in self._signals else 0
             found = self._pair.completed(found, texts, hidden_size, teacher.topk, teacher.mass > 0)
         both = found | stored
         scores = [self._in_columns(both[i], rollout.route) for i, rollout in enumerate(rollouts)]
@@ -288,5 +298,6 @@ class Computations:
     def take(self) -> list[Computation]:
         """Return and forget the batches, in the order of their first replies."""
         with self._lock:
-            batches, self._batches = self._batches, {}
+            batches = self._batches
+            self._batches = {}
         return list(batches.values())

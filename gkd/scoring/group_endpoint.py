@@ -59,9 +59,13 @@ class ScoreSummary:
 
     def scored(self, pending: PendingScores) -> ScoredChunk:
         """Return the chunk, or the part of one, that was submitted, as scored."""
-        masses, n_bytes, times, at = self.masses, self.n_bytes, self.times, pending.rollouts.sequence_indices
+        masses = self.masses
+        n_bytes = self.n_bytes
+        times = self.times
+        at = pending.rollouts.sequence_indices
         if at is not None:
-            masses, n_bytes = masses[at], n_bytes[at]
+            masses = masses[at]
+            n_bytes = n_bytes[at]
             times = None if times is None else ScoreTimes(times.submitted_s, times.completed_s[at])
         mass = float(masses.astype(np.float64) @ pending.rollouts.n_response)
         return ScoredChunk(pending.rollouts, pending.ref, None if math.isnan(mass) else mass, int(n_bytes.sum()), times)
@@ -182,7 +186,8 @@ class GroupEndpoint:
 
 def summary_of(scores: Sequence[TeacherScores], times: ScoreTimes | None = None) -> ScoreSummary:
     """Summarize the scores of a chunk."""
-    n_bytes, masses = np.zeros(len(scores), np.int64), np.full(len(scores), math.nan, np.float32)
+    n_bytes = np.zeros(len(scores), np.int64)
+    masses = np.full(len(scores), math.nan, np.float32)
     for i, score in enumerate(scores):
         arrays = [getattr(score, name) for signal, name in SIGNAL_FIELDS.items() if signal != "topk"]
         if score.topk is not None:

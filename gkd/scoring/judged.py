@@ -53,8 +53,12 @@ class JudgedScoring:
         n_functions: int,
         with_numbers: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list,
     ) -> None:
-        self._inner, self._endpoints, self._timeout_s = inner, list(endpoints), timeout_s
-        self._prompts, self._n_functions, self._with_numbers = prompts, n_functions, with_numbers
+        self._inner = inner
+        self._endpoints = list(endpoints)
+        self._timeout_s = timeout_s
+        self._prompts = prompts
+        self._n_functions = n_functions
+        self._with_numbers = with_numbers
         self._logged: set[str] = set()  # reasons of unknown values
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
@@ -122,7 +126,8 @@ class JudgedScoring:
 
     def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
         """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64; NaN: undecided."""
-        values, at = np.frombuffer(data, "<f8").reshape(-1, self._n_functions), rollouts.sequence_indices
+        values = np.frombuffer(data, "<f8").reshape(-1, self._n_functions)
+        at = rollouts.sequence_indices
         return self._known(values if at is None else values[at])
 
     def _known(self, values: np.ndarray) -> np.ndarray:
@@ -173,7 +178,8 @@ def init_judging(
 
 def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Sequence[Any]) -> Roles:
     """Return the roles with the judging that the settings require."""
-    scoring, timeout_s = roles.scoring, config.trainer.stage_timeout_s
+    scoring = roles.scoring
+    timeout_s = config.trainer.stage_timeout_s
     if derived.rewards:
         # Held-out responses answer other prompts: no reward of training belongs to them.
         roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints), evaluation=scoring)

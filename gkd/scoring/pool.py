@@ -34,7 +34,8 @@ class RecordedScoring(ABC):
     """The part of `gkd.roles.ScoringRole` that does not depend on the teacher; one endpoint per data-parallel group."""
 
     def __init__(self, endpoints: Sequence[Any], timeout_s: float) -> None:
-        self._endpoints, self._timeout_s = list(endpoints), timeout_s
+        self._endpoints = list(endpoints)
+        self._timeout_s = timeout_s
 
     @abstractmethod
     def submit(self, chunk: RolloutChunk) -> PendingScores: ...
@@ -112,13 +113,15 @@ class ScoringPool(RecordedScoring):
         """See `ScoringRole.take_computations`. The endpoints are called every few seconds."""
         found: dict[str, list[Computation]] = {}
         if wait or (self._taking and all_done(self._taking.values())):
-            found, self._taking = gather(self._taking, "take_computations", self._timeout_s), {}
+            found = gather(self._taking, "take_computations", self._timeout_s)
+            self._taking = {}
         if not self._taking and (wait or time.monotonic() - self._taken_s > TAKE_EVERY_S):
             self._taken_s = time.monotonic()
             calls = [e.take_computations.options(concurrency_group=RECORDS).remote() for e in self._endpoints]
             self._taking = {f"scoring {dp_rank}": call for dp_rank, call in enumerate(calls)}
         if wait:
-            last, self._taking = gather(self._taking, "take_computations", self._timeout_s), {}
+            last = gather(self._taking, "take_computations", self._timeout_s)
+            self._taking = {}
             found = {name: [*found.get(name, ()), *last[name]] for name in last}
         return found
 

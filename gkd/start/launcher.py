@@ -57,7 +57,8 @@ def started_roles(plan: Plan, *, engines_sleep: bool = False) -> Iterator[Roles]
         RankTimeout: ranks were not ready within trainer.init_timeout_s, or did not complete a later call in time. Names
             the ranks that hang; the run folder has all stacks.
     """
-    config, t = plan.config, plan.config.trainer
+    config = plan.config
+    t = plan.config.trainer
     with driver.doing("joining Ray" if config.cluster.ray_address else "starting Ray"):
         cluster = make_cluster(config, on_cpu=plan.device == "cpu")
     with ExitStack() as ending:
@@ -115,7 +116,8 @@ def _start(
     threads = cpu_threads(config)
     of_actor, env = (worker_env(on_cpu, chunk_size(config), n_threads=n) for n in threads)
     shares = ", with {} and {} CPU threads a rank".format(*threads) if on_cpu else ""
-    n_ranks, n_engines = actor_slots.spec.world_size, config.derived.n_engines
+    n_ranks = actor_slots.spec.world_size
+    n_engines = config.derived.n_engines
     log.info("starting %d actor ranks and %d rollout engines%s", n_ranks, n_engines, shares)
     of_actor |= actor_env(config, on_cpu)
     actor_workers = actor_slots.spawn(ActorWorker, of_actor, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)

@@ -25,7 +25,8 @@ from teacher_server.wire.machine import thread_env
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
     """Return the specs of (actor, rollout): one process per GPU, and one per engine."""
-    t, r = config.trainer, config.rollout
+    t = config.trainer
+    r = config.rollout
     return (
         PoolSpec(ACTOR, t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
         PoolSpec(ROLLOUT, r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp, unit="engine"),
@@ -79,7 +80,8 @@ def cpu_threads(config: Config) -> tuple[int, int]:
 
     Where actor and engines take turns, each has all cores. Where they overlap, they share them.
     """
-    trainer, rollout = config.trainer, config.rollout
+    trainer = config.trainer
+    rollout = config.rollout
     n_cores = trainer.cpu_cores or len(os.sched_getaffinity(0))
     n_cores = n_cores if trainer.scheduler == "sync" else n_cores // 2
     return max(1, n_cores // trainer.n_gpus_per_node), max(1, n_cores // rollout.n_gpus_per_node)

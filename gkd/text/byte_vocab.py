@@ -71,7 +71,8 @@ def _spaced(piece: str) -> bytes:
 
 def _kinds(tokenizer: dict[str, Any]) -> set[str]:
     """Return the types of the pre-tokenizers and decoders in a tokenizer.json."""
-    found, parts = set[str](), [tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")]
+    found = set[str]()
+    parts = [tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")]
     while parts:
         if part := parts.pop():
             found.add(part["type"])
@@ -98,7 +99,8 @@ class ByteVocab:
 
     def __init__(self, tokens: Vocab) -> None:
         ranked = sorted((token, i) for i, token in enumerate(tokens) if token)
-        self.n, self.tokens = len(tokens), tokens
+        self.n = len(tokens)
+        self.tokens = tokens
         self.order = np.array([i for _, i in ranked], dtype=np.int64)
         self.lengths = np.array([len(token or b"") for token in tokens], dtype=np.int64)
         width = max(1, int(self.lengths.max(initial=1)))
@@ -127,7 +129,8 @@ class ByteVocab:
             first = np.flatnonzero(~equal)
             last = np.append(first[1:], len(place))
             at = starts[self.order[long]] + depth - 1
-            bounds[at, 0], bounds[at, 1] = first[group[long] - 1], last[group[long] - 1]
+            bounds[at, 0] = first[group[long] - 1]
+            bounds[at, 1] = last[group[long] - 1]
         return starts, bounds
 
 
@@ -189,7 +192,8 @@ def units_of(teacher: Vocab, nodes: Nodes) -> Units:
     kind_of_token[tokens.lengths == nodes.lengths[nodes.teacher]] = WHOLE
     kind_of_token[nodes.teacher == REST] = OPEN
     found, of_token = np.unique(nodes.teacher * 3 + kind_of_token, return_inverse=True)
-    node, kind = found // 3, found % 3
+    node = found // 3
+    kind = found % 3
     strings = [nodes.strings[i] + (b"" if k == WHOLE else MARK) for i, k in zip(node, kind, strict=True)]
     vocab = [None if i == REST else string for i, string in zip(node, strings, strict=True)]
     return Units(of_token.astype(np.int32), vocab, node, kind)

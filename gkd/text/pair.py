@@ -125,7 +125,8 @@ class TokenizerPair:
         """
         nothing = TeacherScores(hidden=np.zeros((0, hidden_size), np.float32))
         if not hidden_size:
-            none, ids = np.zeros((0, topk), np.float32), np.zeros((0, topk), np.int32)
+            none = np.zeros((0, topk), np.float32)
+            ids = np.zeros((0, topk), np.int32)
             nothing = TeacherScores(TopKTable(ids, none, none[:, 0], ids[:, 0] if by_mass else None), none[:, 0])
         return {i: replace(scores.get(i, nothing), response_ids=text.response_ids) for i, text in enumerate(texts)}
 
@@ -140,7 +141,8 @@ class TokenizerPair:
         """
         text = self._text(response)
         ids: list[int] = []
-        encoder, at = self._encoders[1], 0
+        encoder = self._encoders[1]
+        at = 0
         for mark in [*_MARKS.finditer(text), None]:
             part = text[at : mark.start() if mark else None]
             piece, is_whole = encoder.encode(part)
@@ -183,7 +185,10 @@ class TokenizerPair:
         row, depth, starts = _places(self.student, response)
         teacher_row, teacher_depth, teacher_starts = _places(self.teacher, teacher_ids)
         n = min(len(row), len(teacher_row))
-        row, depth, teacher_row, teacher_depth = row[:n], depth[:n], teacher_row[:n], teacher_depth[:n]
+        row = row[:n]
+        depth = depth[:n]
+        teacher_row = teacher_row[:n]
+        teacher_depth = teacher_depth[:n]
         covered = np.zeros(n, np.int64)  # at common boundaries: bytes that the nodes of both tokens have
         common = np.flatnonzero((depth == 0) & (teacher_depth == 0))
         lengths = nodes.lengths[nodes.student[response[row[common]]]]
@@ -230,7 +235,8 @@ class _Encoder:
     def __init__(self, json_text: str, tokens: Vocab) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer, self._tokens = Tokenizer.from_str(json_text), tokens
+        self._tokenizer = Tokenizer.from_str(json_text)
+        self._tokens = tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # SentencePiece may put a space in front of a text. So a text follows a control character there, which is a

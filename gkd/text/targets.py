@@ -43,7 +43,8 @@ class TextTargets:
         follows = torch.zeros(n_rows, dtype=torch.bool)
         follows[self.row[self.is_common & ~self.is_first]] = True
         places = [*torch.nonzero(begins).flatten().tolist(), n_rows]
-        parts, start = list[tuple[int, slice]](), 0
+        parts = list[tuple[int, slice]]()
+        start = 0
         while start < n_rows:
             inside = [place for place in places if start < place <= start + step]
             stop = inside[-1] if inside else next(place for place in places if place > start)

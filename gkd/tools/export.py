@@ -84,7 +84,8 @@ def export(checkpoint: Path, out: Path) -> None:
         if factors:
             tensors = ((plan[0], read()) for plan, read in factors.items())
             write_adapters(tensors, list(factors), out / ADAPTER_FOLDER, config.actor.lora, path)
-    root, step = checkpoint.parents[1], step_of(checkpoint) or 0
+    root = checkpoint.parents[1]
+    step = step_of(checkpoint) or 0
     state = RunState(step)
     for line in read_metrics(root / "metrics.jsonl"):
         if line["step"] <= step:

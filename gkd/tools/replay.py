@@ -144,7 +144,8 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.start.pools import ACTOR as ACTOR_POOL
     from gkd.start.pools import cpu_threads, make_cluster, pool_specs, worker_env
 
-    device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
+    device = resolve_device(case.config)
+    timeout_s = case.config.trainer.init_timeout_s
     needs_head = "hidden" in case.config.derived.signals
     needs_teacher = needs_head or bool(case.config.teacher.tokenizer)
     endpoint, pair = _of_teacher(case, device) if needs_teacher else ((GroupEndpoint,), None)
@@ -206,7 +207,8 @@ def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair
     teachers = find_teachers(config, device)
     check_same_teacher(case.root / "teacher.json", teacher_identity(derived.routes, teachers), config)
     if (other := teacher_tokenizer(config)) is None:
-        n_vocab, pair = common_vocab(config, teachers, tokenizer, n_student_ids), None
+        n_vocab = common_vocab(config, teachers, tokenizer, n_student_ids)
+        pair = None
     else:
         n_student_ids = config.model.n_vocab or n_student_ids
         pair = tokenizer_pair(config, tokenizer, other, teachers[0], n_student_ids, eos_ids)
@@ -214,7 +216,8 @@ def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair
     if derived.teacher_pool:
         return (GroupEndpoint,), pair
     windows = [window_of_group(config.teacher, info, 1) for info in teachers]
-    fingerprints, numerics = [info.fingerprint for info in teachers], [info.numerics for info in teachers]
+    fingerprints = [info.fingerprint for info in teachers]
+    numerics = [info.numerics for info in teachers]
     return (ScoringEndpoint, n_vocab, fingerprints, windows, (), pair, numerics), pair
 
 
@@ -231,9 +234,11 @@ def compared(recorded: dict[str, Any], stats: TrainStats, rtol: float) -> tuple[
             exactly.
     """
     rows = [f"{'':<16}{'recorded':>24}{'replayed':>24}{'difference':>14}"]
-    exact, close = True, True
+    exact = True
+    close = True
     for key, attribute in _COMPARED.items():
-        before, now = float(recorded[key] if recorded[key] is not None else "nan"), float(getattr(stats, attribute))
+        before = float(recorded[key] if recorded[key] is not None else "nan")
+        now = float(getattr(stats, attribute))
         rows.append(f"{key:<16}{before!r:>24}{now!r:>24}{now - before:>14.3g}")
         limit = 0.0 if attribute == "n_loss_tokens" else rtol * abs(before)
         is_same = repr(now) == repr(before)  # both NaN: the batch has no loss token

@@ -60,7 +60,8 @@ def score_all(plan: ScoringPlan) -> None:
         CheckpointError: the store has not kept them.
         TeacherError, TeacherUnavailable: see `gkd.scoring.teacher.teacher.Teacher`.
     """
-    config, fingerprints = plan.config, [teacher.fingerprint for teacher in plan.teachers]
+    config = plan.config
+    fingerprints = [teacher.fingerprint for teacher in plan.teachers]
     numerics = [teacher.numerics for teacher in plan.teachers]
     rollouts = dataset_rollouts(plan.prompts, plan.eos_ids)
     keys = dataset_keys(rollouts, config.derived, fingerprints, plan.n_vocab, numerics)
@@ -79,7 +80,9 @@ def score_all(plan: ScoringPlan) -> None:
 def _score(endpoint: ScoringEndpoint, store: ScoreStore, left: Mapping[bytes, Rollout], chunk_size: int) -> None:
     """Score chunks in threads; an error or an interruption ends all of them."""
     began_s = reported_s = time.monotonic()
-    keys, n_done, n_tokens = list(left), 0, 0
+    keys = list(left)
+    n_done = 0
+    n_tokens = 0
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
             chunks = [keys[start : start + chunk_size] for start in range(0, len(keys), chunk_size)]
@@ -92,7 +95,8 @@ def _score(endpoint: ScoringEndpoint, store: ScoreStore, left: Mapping[bytes, Ro
                 n_tokens += sum(left[key].for_teacher().n_tokens for key in futures[future])
                 now_s = time.monotonic()
                 if now_s - reported_s > _REPORT_S or n_done == len(left):
-                    rate, reported_s = n_done / (now_s - began_s), now_s
+                    rate = n_done / (now_s - began_s)
+                    reported_s = now_s
                     rates = f"{count(rate)} responses/s, {count(n_tokens / (now_s - began_s))} tok/s"
                     log.info("scored %d/%d  %s  ETA %s", n_done, len(left), rates, clock((len(left) - n_done) / rate))
         finally:

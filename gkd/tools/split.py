@@ -32,7 +32,8 @@ from teacher_server.config.command import command_parser
 
 _SHOWN = 3  # splits
 _WAITS = ("rollout", "teacher", "reference", "train")  # stages in which the loop waits for a pool
-_ENGINE, _FROZEN = (Phase.GENERATE.span,), (Phase.REFERENCE.span, Phase.LOGPROBS.span)
+_ENGINE = (Phase.GENERATE.span,)
+_FROZEN = (Phase.REFERENCE.span, Phase.LOGPROBS.span)
 _SOME_CLUSTER = "planned:6379"  # stands for the planned run's Ray cluster while its settings are checked
 _EXAMPLES = """examples:
   gkd split runs/mine
@@ -122,7 +123,8 @@ def steps_of(run: Run, config: Config) -> Sequence[Mapping[str, float]]:
     ):
         if is_unfit:
             raise ConfigError(key, config.value(key), problem, "measure a run whose roles work on GPUs of their own.")
-    starts, ahead = run.environment(), config.trainer.staleness_bound
+    starts = run.environment()
+    ahead = config.trainer.staleness_bound
     begun_s = starts[-1]["unix_s"] if starts else 0.0  # an earlier start may have had other pools
     lines = [{key: value for key, value in line.items() if value is not None} for line in run.lines]
     trained = [line for line in lines if "loss/total" in line and line["time/unix_s"] > begun_s]
@@ -149,7 +151,8 @@ def measure(run: Run, config: Config, lines: Sequence[Mapping[str, float]], *, e
     per_worker = 0 if elsewhere or len(config.derived.routes) > 1 else max(workers, default=0)
     engine_gpus = config.rollout.nnodes * config.rollout.n_gpus_per_node
     own = Split(engine_gpus, per_worker * len(workers), config.derived.world_size)
-    busy, n = _busy_s(run.root, {int(line["step"]) for line in lines}), len(lines)
+    busy = _busy_s(run.root, {int(line["step"]) for line in lines})
+    n = len(lines)
     by_worker = [seconds for (process, _), seconds in busy.items() if process.startswith("teacher ")]
     rollout_s, reference_s = (
         max((seconds for (_, span), seconds in busy.items() if span in names), default=0.0) / n
@@ -157,7 +160,8 @@ def measure(run: Run, config: Config, lines: Sequence[Mapping[str, float]], *, e
     )
     teacher_s = sum(by_worker) / n / max(len(workers), len(by_worker), 1)
     waited_s = {stage: fmean(line.get(f"time/{stage}_s", 0.0) for line in lines) for stage in _WAITS}
-    step_s, stages_s = fmean(map(plain_s, lines)), sum(waited_s.values())
+    step_s = fmean(map(plain_s, lines))
+    stages_s = sum(waited_s.values())
     rest_s = max(0.0, step_s - stages_s)
     student_s = waited_s["train"] + max(reference_s, waited_s["reference"])
     late_s = max(0.0, stages_s - waited_s["rollout"] - student_s)  # a reference computes while the teacher scores
@@ -246,7 +250,8 @@ def _text(
         fmean(line.get(f"rollout/{name}_tokens", 0.0) for line in lines)
         for name in ("response", "prompt", "dataset_response", "observed")
     )
-    tokens, own = responses + prompts + observed, run.split
+    tokens = responses + prompts + observed
+    own = run.split
     yield f"{len(lines)} steps of {config.trainer.scheduler}, {run.step_s:.3g} s without evaluations and checkpoints"
     yield f"{'pool':10}{'GPUs':>5}{'s a step':>10}{'tokens/s per GPU':>18}{'waited for':>12}{'bottleneck':>12}"
     for pool, key, n_gpus, seconds, n_tokens in (

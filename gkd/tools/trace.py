@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     with naming(args.out):
         args.out.write_text(json.dumps(trace) + "\n")
     steps = sorted({line.step for line in chosen})
-    n_spans, n_processes = sum(len(line.spans) for line in chosen), len({line.process for line in chosen})
+    n_spans = sum(len(line.spans) for line in chosen)
+    n_processes = len({line.process for line in chosen})
     print(f"{args.out}: {n_spans} spans of {n_processes} processes, steps {steps[0]} to {steps[-1]}")
     print("open it at https://ui.perfetto.dev, or at chrome://tracing")
     return 0
@@ -59,12 +60,14 @@ def select(lines: Sequence[SpanLine], steps: str | None) -> list[SpanLine]:
     Raises:
         ConfigError: not of this form, or there is no span in these steps.
     """
-    first, last = 0, sys.maxsize
+    first = 0
+    last = sys.maxsize
     if steps is not None:
         matched = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
         if matched is None:
             raise ConfigError("--steps", steps, "neither a step nor a range.", "write it as 12 or 10-12.")
-        first, last = int(matched[1]), int(matched[2] or matched[1])
+        first = int(matched[1])
+        last = int(matched[2] or matched[1])
     chosen = [line for line in lines if first <= line.step <= last]
     if not chosen:
         known = sorted({line.step for line in lines})
@@ -91,15 +94,18 @@ def chrome_trace(lines: Sequence[SpanLine]) -> dict[str, Any]:
             _about(pid, "process_name", name=process + about),
             _about(pid, "process_sort_index", sort_index=pid),
         ]
-    slices, marked = [], set[int]()
+    slices = []
+    marked = set[int]()
     for line in lines:
-        pid, spans = processes.index(line.process), list(line.spans)
+        pid = processes.index(line.process)
+        spans = list(line.spans)
         for span in spans:
             args = {"step": line.step, **{key: value for key, value in span.args.items() if key != "lane"}}
             slices.append(_slice(pid, int(span.args.get("lane", 0)), span, begin_s, args))
         if line.process == "driver" and spans and line.step not in marked:
             marked.add(line.step)
-            start_s, end_s = spans[0].start_s, max(span.start_s + span.duration_s for span in spans)
+            start_s = spans[0].start_s
+            end_s = max(span.start_s + span.duration_s for span in spans)
             slices.append(_slice(pid, _STEPS_ROW, Span(f"step {line.step}", start_s, end_s - start_s), begin_s, {}))
     for pid, tid in sorted({(each["pid"], each["tid"]) for each in slices}):
         name = "steps" if tid == _STEPS_ROW else processes[pid]

@@ -66,7 +66,9 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
         start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
         if pending and start + spec.n_bytes > bucket_bytes:
             buckets.append(Bucket(tuple(pending), tuple(offsets), end))
-            pending, offsets, start = [], [], 0
+            pending = []
+            offsets = []
+            start = 0
         pending.append(spec)
         offsets.append(start)
         end = start + spec.n_bytes
@@ -77,7 +79,8 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
 
 def layout(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
     """Return the offset of each bucket in one buffer that holds all of them, and the size of that buffer."""
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for bucket in buckets:
         offsets.append(end)
         end += -(-bucket.n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -71,10 +71,12 @@ class TransferGroup:
     """
 
     def __init__(self, spec: GroupSpec, device: torch.device, store: dist.TCPStore | None = None) -> None:
-        self.spec, self.own_device = spec, device
+        self.spec = spec
+        self.own_device = device
         self._gloo: Any = None
         self._nccl: Any = None
-        join_time, timeout = timedelta(seconds=spec.join_s), timedelta(seconds=spec.timeout_s)
+        join_time = timedelta(seconds=spec.join_s)
+        timeout = timedelta(seconds=spec.timeout_s)
         try:
             if store is None:
                 store = dist.TCPStore(

@@ -41,7 +41,9 @@ _TICK_S = 0.1  # largest delay until a deadline or a lost worker is detected
 _RELOAD_S = 1.0  # largest delay until a new key is accepted
 _BURST = 64  # messages read from one socket before the other sockets are read
 _DRAIN_LINGER_S = 5.0  # time to send the last replies of a drained server
-_DRAIN, _STOP = b"\0drain", b"\0stop"  # on the control socket, which also carries the names of dead workers
+# Messages on the control socket, which also carries the names of dead workers.
+_DRAIN = b"\0drain"
+_STOP = b"\0stop"
 
 
 class Broker:
@@ -76,7 +78,8 @@ class Broker:
     ) -> None:
         epoch = os.urandom(ID_BYTES)
         self.worker_port: int | None = None
-        self._worker_timeout_s, self._drained = worker_timeout_s, False
+        self._worker_timeout_s = worker_timeout_s
+        self._drained = False
         self._context = zmq.Context()
         with contextlib.ExitStack() as stack:
             stack.callback(self._context.destroy, linger=0)
@@ -105,7 +108,8 @@ class Broker:
             self._control_out.connect(control)
             self._cleanup = stack.pop_all()
         self._control_lock = threading.Lock()
-        self._queue, known = RequestQueue(epoch[:8], max_queue_bytes), Teachers(teachers or {})
+        self._queue = RequestQueue(epoch[:8], max_queue_bytes)
+        known = Teachers(teachers or {})
         self._board = StatusBoard(epoch, self._queue, known)
         metrics = BrokerMetrics() if metrics is None else metrics
         self._outbox = Outbox(self._front, self._board, metrics)

@@ -53,8 +53,12 @@ class ClientHandler:
         outbox: Outbox,
         registry: WorkerRegistry,
     ) -> None:
-        self._epoch, self._queue, self._teachers = epoch, request_queue, teachers
-        self._board, self._outbox, self._registry = board, outbox, registry
+        self._epoch = epoch
+        self._queue = request_queue
+        self._teachers = teachers
+        self._board = board
+        self._outbox = outbox
+        self._registry = registry
 
     def on_message(self, client: bytes, frames: list[zmq.Frame]) -> None:
         request_id = NO_REQUEST
@@ -84,7 +88,8 @@ class ClientHandler:
             self._outbox.refuse(client, request_id, "damaged", str(error))
 
     def _submit(self, client: bytes, request: Work, frames: list[zmq.Frame]) -> None:
-        digest, prompts = bytes(ID_BYTES), tuple[Prompt, ...]()
+        digest = bytes(ID_BYTES)
+        prompts = tuple[Prompt, ...]()
         if isinstance(request, ScoreRequest):
             if len(frames) < 2 or len(frames[1]) != 4 * request.total_length:
                 raise ProtocolError(f"expected a frame of {request.total_length} token ids")

@@ -94,7 +94,8 @@ class Worker:
         block = self.hello.prefix_block
         if not block or not job.prompts:
             return job.n_tokens
-        total, known = 0, set[int]()
+        total = 0
+        known = set[int]()
         for (n_prompt, n_total), (digest, _) in zip(job.sequences, job.prompts, strict=True):
             total += computed_tokens(n_prompt, n_total, block, known=digest in known or digest in self.prompts)
             known.add(digest)
@@ -106,7 +107,8 @@ class Worker:
 
     def take(self, job: Job) -> None:
         """Add `job` to the outstanding ones."""
-        n_tokens, digests = self.cost(job), [prompt.digest for prompt in job.prompts]
+        n_tokens = self.cost(job)
+        digests = [prompt.digest for prompt in job.prompts]
         self.outstanding[job.job_id] = n_tokens, digests
         self.n_tokens += n_tokens
         self.prompts.update(digests)
@@ -173,9 +175,12 @@ def _check_scores(job: Job, reply: ScoreReply) -> None:
 def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) -> None:
     request = job.request
     if isinstance(request, HeadRequest):
-        signal, n_rows, n_cols = "head", hello.vocab_size, hello.hidden_size
+        signal = "head"
+        n_rows = hello.vocab_size
+        n_cols = hello.hidden_size
     else:
-        signal, n_rows = request.signal, request.n_rows
+        signal = request.signal
+        n_rows = request.n_rows
         n_cols = hello.hidden_size if signal == "hidden" else request.n_vocab or hello.vocab_size
     _same("signal", reply.signal, signal)
     _same("n_rows", reply.n_rows, n_rows)
@@ -184,7 +189,8 @@ def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) 
     _same("index", reply.index, job.n_parts)
     _same("start", reply.start, job.n_rows)
     _same("last", final, reply.stop == reply.n_rows)
-    job.n_parts, job.n_rows = job.n_parts + 1, reply.stop
+    job.n_parts = job.n_parts + 1
+    job.n_rows = reply.stop
 
 
 def _same(field: str, got: object, expected: object) -> None:

@@ -21,7 +21,9 @@ class Outbox:
     """Send without blocking. A message that cannot be sent is dropped; a live peer sends its request again."""
 
     def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics) -> None:
-        self._front, self._board, self._metrics = front, board, metrics
+        self._front = front
+        self._board = board
+        self._metrics = metrics
         self._socket_of: dict[bytes, zmq.Socket[bytes]] = {}  # worker -> its socket
 
     def add_worker(self, worker: bytes, socket: zmq.Socket[bytes]) -> None:

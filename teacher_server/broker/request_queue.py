@@ -103,7 +103,8 @@ class RequestQueue:
         credit reserves a worker: smaller jobs of the clients after it would otherwise use up each credit that returns.
         """
         for teacher, clients in self._queues.items():
-            assigned, reserved = True, dict[bytes, Job]()
+            assigned = True
+            reserved = dict[bytes, Job]()
             while assigned:
                 assigned = False
                 for client in list(clients):
@@ -120,7 +121,8 @@ class RequestQueue:
         self.n_queued -= 1
         self.queued_bytes -= job.n_bytes
         self._n_attempts += 1
-        job.worker, job.attempts = identity, job.attempts + 1
+        job.worker = identity
+        job.attempts = job.attempts + 1
         job.stream_id = self._epoch + self._n_attempts.to_bytes(8, "little")
         job.n_parts = job.n_rows = 0
         self.workers[identity].take(job)
@@ -229,7 +231,8 @@ class RequestQueue:
         if known is None:
             self.workers[worker] = Worker(hello, now_s, leaving=hello.leaving)
             return True
-        known.hello, known.last_heard_s = hello, now_s
+        known.hello = hello
+        known.last_heard_s = now_s
         known.leaving = known.leaving or hello.leaving
         return False
 

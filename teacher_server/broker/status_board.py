@@ -24,7 +24,9 @@ class StatusBoard:
         self.n_errors: Counter[ErrorCode] = Counter()
         self.excluded: dict[str, str] = {}
         self.draining = False
-        self._epoch, self._queue, self._teachers = epoch, request_queue, teachers
+        self._epoch = epoch
+        self._queue = request_queue
+        self._teachers = teachers
         self._started_s = self._refreshed_s = time.monotonic()
         self._tokens_before: dict[bytes, int] = {}
         self.latest = self._build(self._started_s)

@@ -65,7 +65,8 @@ class Teachers:
 
     def info(self, request: InfoRequest, request_queue: RequestQueue) -> InfoReply | ErrorReply:
         """Return the description of a teacher, or the error `busy` while it has no worker. Raises as `resolve`."""
-        request_id, name = request.request_id, self.resolve(request.teacher)
+        request_id = request.request_id
+        name = self.resolve(request.teacher)
         hellos = [worker.hello for worker in request_queue.workers.values() if worker.hello.teacher == name]
         if not hellos:
             text = "no worker has loaded the model yet"

@@ -34,7 +34,9 @@ from teacher_server.wire.worker_protocol import (
 
 log = logging.getLogger(__name__)
 
-_MAX_ENTRIES, _MAX_CHARS = 1000, 1000  # limits, because a worker chooses names and texts
+# Limits, because a worker chooses names and texts.
+_MAX_ENTRIES = 1000
+_MAX_CHARS = 1000
 Process = tuple[str, str, int, bytes]  # name, host, pid (may repeat in another container), nonce
 T = TypeVar("T")
 
@@ -61,8 +63,11 @@ class WorkerRegistry:
         metrics: BrokerMetrics,
     ) -> None:
         self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
-        self._queue, self._teachers, self._board = request_queue, teachers, board
-        self._outbox, self._metrics = outbox, metrics
+        self._queue = request_queue
+        self._teachers = teachers
+        self._board = board
+        self._outbox = outbox
+        self._metrics = metrics
         self._banned: dict[Process, str] = {}  # process -> why it was excluded
         self._leaving: dict[Process, str] = {}  # process -> name; a new connection must not undo a drain
         self._dismissed: dict[bytes, str] = {}  # identity -> name; its last hello can arrive after the dismissal
@@ -166,7 +171,8 @@ class WorkerRegistry:
             self.events.put(WorkerEvent("dismissed" if _process(hello) in self._leaving else "left", hello.name, ""))
 
     def _exclude(self, identity: bytes, reason: str) -> None:
-        hello, reason = self._queue.workers[identity].hello, reason[:_MAX_CHARS]
+        hello = self._queue.workers[identity].hello
+        reason = reason[:_MAX_CHARS]
         log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, reason)
         _store(self._banned, _process(hello), reason)
         _store(self._board.excluded, hello.name, reason)
@@ -178,7 +184,8 @@ class WorkerRegistry:
     # Results
 
     def _on_result(self, identity: bytes, message: Part | Done, frames: list[zmq.Frame]) -> None:
-        worker, job = self._queue.workers.get(identity), self._queue.find(message.job_id)
+        worker = self._queue.workers.get(identity)
+        job = self._queue.find(message.job_id)
         if worker is None:
             return  # marked lost, and its requests are requeued; its next hello registers it again
         final = isinstance(message, Done)

@@ -17,7 +17,8 @@ from teacher_server.wire.keys import load_peer_keys
 from teacher_server.wire.status import Gpu, ServerStatus
 
 _POLL_S = 0.2
-_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "15555"
+_DEFAULT_HOST = "127.0.0.1"
+_DEFAULT_PORT = "15555"
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, clear screen
 _STATUS_EXAMPLES = """examples:
   gkd teacher status
@@ -64,9 +65,11 @@ def _endpoint(args: argparse.Namespace) -> str:
     """Return tcp://HOST:PORT from `--server`, or from `--host` and `--port`. Raises SettingsError."""
     if args.server and (args.host or args.port):
         raise SettingsError(f"--server {args.server} with --host or --port. Fix: use one of the two forms.")
-    flag, address = "--server", (args.server or "").removeprefix("tcp://")
+    flag = "--server"
+    address = (args.server or "").removeprefix("tcp://")
     if not address:
-        flag, address = "--host/--port", f"{args.host or _DEFAULT_HOST}:{args.port or _DEFAULT_PORT}"
+        flag = "--host/--port"
+        address = f"{args.host or _DEFAULT_HOST}:{args.port or _DEFAULT_PORT}"
     return server_endpoint(flag, address)
 
 
@@ -239,5 +242,6 @@ def _gpu(gpu: Gpu) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, hours = int(seconds // 60) % 60, int(seconds // 3600)
+    minutes = int(seconds // 60) % 60
+    hours = int(seconds // 3600)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds % 60)} s"

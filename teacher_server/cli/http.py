@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser, HTTP_OPTIONS, "the HTTP server")
     flags = given_flags(parser.parse_args(argv), HttpSettings)
     settings = settings_from(HttpSettings, [flags], flag_of)
-    address, token = ipv4("--host", settings.host), _token(settings.bearer_env)
+    address = ipv4("--host", settings.host)
+    token = _token(settings.bearer_env)
     if not ipaddress.ip_address(address).is_loopback and not token:
         raise SettingsError(
             f"--host {settings.host}: reachable from other machines, and without a token any client may use it. "

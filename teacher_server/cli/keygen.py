@@ -94,7 +94,8 @@ def _write_server_public(folder: Path, public: bytes) -> None:
 
 def _peer_pair(folder: Path, role: Role, name: str) -> str:
     domain: Domain = "clients" if role == "client" else "workers"
-    allowed, bundle = folder / domain / f"{name}.key", folder / "bundles" / name
+    allowed = folder / domain / f"{name}.key"
+    bundle = folder / "bundles" / name
     if allowed.exists():
         return f"{role} {name}: its key already exists ({allowed}); to replace it, delete that file first"
     secret_file = bundle / f"{role}.key_secret"

@@ -118,7 +118,8 @@ class Server:
     """
 
     def __init__(self, settings: ServerSettings, signals: _Signals, stack: contextlib.ExitStack) -> None:
-        self._settings, self._signals = settings, signals
+        self._settings = settings
+        self._signals = signals
         plans = plan_workers(settings, find_gpus(os.environ) if may_need_gpus(settings) else NO_GPUS)
         fingerprints = {teacher.name: _fingerprint(teacher) for teacher in settings.teachers}
         keys = load_server_keys(settings.keys) if settings.keys else None
@@ -187,7 +188,8 @@ class Server:
 
     def _announce(self) -> None:
         """Print the ready line and the status command on stdout, and write the ready file atomically."""
-        settings, broker = self._settings, self._broker
+        settings = self._settings
+        broker = self._broker
         teachers = broker.snapshot().teachers
         n_workers = sum(teacher.n_workers for teacher in teachers)
         names = ",".join(teacher.model_name for teacher in teachers)

@@ -136,7 +136,9 @@ class Supervisor:
     def _on_event(self, slot: _Slot, kind: str, text: str) -> None:
         now_s = time.monotonic()
         if kind == "ready":
-            slot.ready_s, slot.n_failed, slot.was_ready = now_s, 0, True
+            slot.ready_s = now_s
+            slot.n_failed = 0
+            slot.was_ready = True
         elif kind == "leaving":
             slot.dismissed = True
         elif kind in ("dismissed", "left"):  # drained by name, or by a signal from outside

@@ -228,7 +228,8 @@ class SignalWatch:
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], on_signal: Callable[[int], None]) -> None:
-        self._numbers, self._on_signal = numbers, on_signal
+        self._numbers = numbers
+        self._on_signal = on_signal
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

@@ -352,7 +352,8 @@ class ScoreCall(Request):
 
     def _check_table(self, table: TopKTable, rows: Rows) -> None:
         """Check the values of all sequences. Raises TeacherError, which names one."""
-        given, sent = self._message.given, self._sent
+        given = self._message.given
+        sent = self._sent
         check_topk(table, self._n_vocab, rows)
         if table.counts is not None:
             short = (table.counts < sent.k) & (1 - table.tail < sent.mass - MASS_SLACK)

@@ -122,7 +122,8 @@ def keys_of(cls: type, kind: type[S], prefix: str = "") -> dict[str, Declared[S]
     """Return the settings of a dataclass and of those in it, its sections, by dotted name in their order."""
     keys: dict[str, Declared[S]] = {}
     for item in dataclasses.fields(cls):
-        name, setting = f"{prefix}{item.name}", item.metadata.get(_METADATA)
+        name = f"{prefix}{item.name}"
+        setting = item.metadata.get(_METADATA)
         default = item.default_factory() if callable(item.default_factory) else item.default
         if isinstance(setting, kind):
             keys[name] = Declared(name, str(item.type), default, setting, cls)

@@ -152,7 +152,8 @@ def _set_tags(loader: Any, node: yaml.Node, kind: Any, key: str) -> None:
             fix = "write a decimal number, or put a text into quotes."
             raise Unreadable(key, node.value, f"YAML reads it as {number}.", fix)
         elif node.tag == _FLOAT and int in _types(kind) and loader.construct_yaml_float(node).is_integer():
-            node.tag, node.value = _INT, str(int(loader.construct_yaml_float(node)))  # 8.0
+            node.tag = _INT  # 8.0 is 8
+            node.value = str(int(loader.construct_yaml_float(node)))
 
 
 def _check_names(names: Sequence[str], kind: Any, key: str) -> None:
@@ -223,7 +224,8 @@ def merge(
         result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         fix = r"name an existing key, or write the value; \${ stands for the characters ${."
-        key, text = str(error.full_key or "config"), "its interpolation ${...} cannot be resolved."
+        key = str(error.full_key or "config")
+        text = "its interpolation ${...} cannot be resolved."
         return None, [*problems, Problem(key, "${...}", text, fix)]
     assert isinstance(result, cls)
     return result, problems
@@ -280,7 +282,8 @@ def _set(config: Any, key: Declared[Any], value: Any) -> list[Problem]:
 def limit_problems(keys: Keys, value_of: Callable[[str], Any]) -> Iterator[Problem]:
     """Yield what is outside of the declared limits of keys, and of the keys of their entries."""
     for name, key in keys.items():
-        value, allowed = value_of(name), key.setting.allowed()
+        value = value_of(name)
+        allowed = key.setting.allowed()
         if key.setting.required and not value:
             yield Problem(name, value, "is empty.", key.setting.required)
         elif key.setting.is_valid(value) or (value is None and key.default is None):

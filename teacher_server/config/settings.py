@@ -209,7 +209,8 @@ def settings_from(cls: type[T], trees: Iterable[Tree], where: Callable[[str], st
         SettingsError: an unknown key, or an invalid value. A value that is empty, as of a variable that is not set, is
             no default: a server would run without its keys.
     """
-    keys, trees = keys_of(cls, ServerSetting), list(trees)
+    keys = keys_of(cls, ServerSetting)
+    trees = list(trees)
 
     def unknown(values: Mapping[str, Any]) -> list[Problem]:
         return [Problem(key, values[key], "there is no such key.", nearest(key, keys)) for key in values]

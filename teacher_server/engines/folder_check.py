@@ -17,7 +17,8 @@ from teacher_server.vision.processor import ATTENDING_BOTH_WAYS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _FLOATS = {"F64", "F32", "BF16", "F16"}
-_HEAD, _EMBEDDINGS = "lm_head", ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in")
+_HEAD = "lm_head"
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in")
 _PIECE_BYTES = 16 << 20  # bytes of each of two tensors that are compared at a time
 
 
@@ -208,7 +209,8 @@ def longest_agreeing(folder: Path) -> int:
 
 def _head_size(text: dict[str, Any]) -> int | None:
     """Return the size of all heads. None means it is unknown, or the attention has latents instead (MLA)."""
-    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    hidden = text.get("hidden_size")
+    heads = text.get("num_attention_heads")
     if text.get("kv_lora_rank") or not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         return None
     if "head_dim" not in text and text.get("model_type") not in _COMPUTED:
@@ -219,7 +221,8 @@ def _head_size(text: dict[str, Any]) -> int | None:
 
 def _has_unread_window(text: dict[str, Any]) -> bool:
     """Return whether a window that transformers ignores is shorter than the longest sequence."""
-    window, longest = text.get("sliding_window"), text.get("max_position_embeddings", 2048)
+    window = text.get("sliding_window")
+    longest = text.get("max_position_embeddings", 2048)
     is_shorter = isinstance(window, int) and isinstance(longest, int) and 0 < window < longest
     return is_shorter and "sliding_attention" in (text.get("layer_types") or ["sliding_attention"])
 
@@ -227,6 +230,7 @@ def _has_unread_window(text: dict[str, Any]) -> bool:
 def _mixes_windows(text: dict[str, Any]) -> bool:
     if types := text.get("layer_types"):
         return len(set(types)) > 1
-    n_layers, n_full = text.get("num_hidden_layers"), text.get("max_window_layers", 28)
+    n_layers = text.get("num_hidden_layers")
+    n_full = text.get("max_window_layers", 28)
     has_window = text.get("use_sliding_window") and text.get("sliding_window", 4096)
     return bool(has_window) and isinstance(n_layers, int) and isinstance(n_full, int) and 0 < n_full < n_layers

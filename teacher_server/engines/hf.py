@@ -58,7 +58,8 @@ class HfEngine:
         share_prompts: compute a common prompt once on a CPU, if the model allows it; a GPU is faster without it.
     """
 
-    name, sums_units = "hf", True
+    name = "hf"
+    sums_units = True
 
     def __init__(
         self,
@@ -271,7 +272,8 @@ def outside_parts(model: Any) -> list[tuple[Any, str, str]]:
     """
     if model.config.get_text_config() is model.config:
         return []
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
     path = next(name for name, module in model.named_modules() if module is decoder)
     found: list[tuple[Any, str, str]] = []
     parent = model

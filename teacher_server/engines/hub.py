@@ -87,7 +87,8 @@ class HubName:
         """Return the problem and the fix."""
         from huggingface_hub import constants, errors
 
-        hub, kind = constants.ENDPOINT, "dataset" if self.file else "model"
+        hub = constants.ENDPOINT
+        kind = "dataset" if self.file else "model"
         page = f"{hub}/{'datasets/' if self.file else ''}{self.repo}"
         absent = "" if self.file else f"no folder {Path(str(self)).absolute()}, and "
         text = next(iter(str(error).splitlines()), "")

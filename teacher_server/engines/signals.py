@@ -69,13 +69,17 @@ def topk_rows(
 
     With `ScoreParams.units` the ids are units, and exp(l / T) is the sum over the tokens of the unit.
     """
-    n_rows, k, device = len(hidden), params.k, hidden.device
+    n_rows = len(hidden)
+    k = params.k
+    device = hidden.device
     if len({None if sequence.given is None else sequence.given.shape[1] for sequence in batch}) > 1:
         raise ValueError("the sequences of a batch have different numbers of given ids")
     given = _columns([sequence.given for sequence in batch if sequence.given is not None], device)  # [N, G]
-    own_ids, temperature = [sequence.own_ids for sequence in batch], params.temperature
+    own_ids = [sequence.own_ids for sequence in batch]
+    temperature = params.temperature
     if params.units is not None:
-        own_ids, temperature = [params.units.units[ids] for ids in own_ids], 1.0  # the sums are divided already
+        own_ids = [params.units.units[ids] for ids in own_ids]
+        temperature = 1.0  # the sums are divided already
     targets = _columns(own_ids, device) if params.with_sampled else None  # [N]
     ids = torch.empty(n_rows, k, dtype=torch.int32, device=device)
     logprobs = torch.empty(n_rows, k, dtype=torch.float32, device=device)
@@ -115,7 +119,8 @@ def topk_rows(
     _check_finite(scores.logprobs, scores.tail, *([] if scores.sampled is None else [scores.sampled]))
     if scores.counts is not None:
         dropped = np.arange(k) >= scores.counts[:, None]
-        scores.ids[dropped], scores.logprobs[dropped] = NO_ID, -np.inf
+        scores.ids[dropped] = NO_ID
+        scores.logprobs[dropped] = -np.inf
     return scores
 
 
@@ -124,12 +129,14 @@ def _topk_with(logits: torch.Tensor, given: torch.Tensor, k: int) -> tuple[torch
 
     Values are descending. Overwrites the given columns of `logits` with -inf, [C, V].
     """
-    values, columns = logits.gather(1, given), given
+    values = logits.gather(1, given)
+    columns = given
     logits.scatter_(1, given, -torch.inf)
     top = torch.maximum(values.amax(-1, keepdim=True), logits.amax(-1, keepdim=True))
     if n_others := k - given.shape[1]:
         others, other_columns = topk(logits, n_others)
-        values, columns = torch.cat([values, others], 1), torch.cat([columns, other_columns], 1)
+        values = torch.cat([values, others], 1)
+        columns = torch.cat([columns, other_columns], 1)
     values, order = values.sort(-1, descending=True)
     return values, columns.gather(1, order), top
 
@@ -164,7 +171,8 @@ def _chunks(
     With units these are the logs of the units' sums at the temperature.
     """
     step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocab_size))
-    n_ids, units = params.n_vocab or vocab_size, None
+    n_ids = params.n_vocab or vocab_size
+    units = None
     if params.units is not None:
         # int64, because index_add_ takes six times as long with int32.
         units = torch.from_numpy(params.units.units).to(hidden.device, torch.int64)
@@ -302,7 +310,8 @@ class LogitsStream:
         n_vocab: int,
         wire: Wire,
     ) -> None:
-        self.n_rows, self.n_cols = len(hidden), n_vocab
+        self.n_rows = len(hidden)
+        self.n_cols = n_vocab
         self.dtype: RowDtype = "float16" if wire == "fp16" else "float32"
         self._hidden: torch.Tensor | None = hidden
         self._logits_of = logits_of

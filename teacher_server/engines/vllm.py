@@ -75,11 +75,16 @@ class VllmEngine:
         device: "cpu" | "cuda"; the GPUs are the first `tensor_parallel_size` of CUDA_VISIBLE_DEVICES.
     """
 
-    name, pads, sums_units = "vllm", False, True
+    name = "vllm"
+    pads = False
+    sums_units = True
 
     def __init__(self, settings: EngineSettings, *, dtype: str, device: str) -> None:
-        path, max_tokens, tp = settings.model, settings.max_tokens, settings.tensor_parallel_size
-        max_batch_tokens, kv_cache_mib = settings.max_batch_tokens, settings.kv_cache_mib
+        path = settings.model
+        max_tokens = settings.max_tokens
+        tp = settings.tensor_parallel_size
+        max_batch_tokens = settings.max_batch_tokens
+        kv_cache_mib = settings.kv_cache_mib
         set_vllm_environment(device, settings.threads)
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
@@ -122,14 +127,16 @@ class VllmEngine:
                 **memory,
             )
             if settings.share_prompts and _may_share_prompts(args.create_model_config()):
-                args.enable_prefix_caching, args.scheduler_cls = True, _SCHEDULER
+                args.enable_prefix_caching = True
+                args.scheduler_cls = _SCHEDULER
                 args.block_size = _CPU_BLOCK if on_cpu else None
             self._engine = LLMEngine.from_engine_args(args)
             vllm_process.check_taken(path, self._engine)
             cache = self._engine.vllm_config.cache_config
             # vLLM may have turned it off: for attention with latents on a CPU, or attention that is not causal.
             self.prefix_block = int(cache.block_size) if cache.enable_prefix_caching else 0
-            self._serial, self._has_failed = 0, False
+            self._serial = 0
+            self._has_failed = False
             facts = self._call("teacher_start")[0]
             # The first forward pass compiles kernels, or fails if vLLM has none for this model. It has two tokens: on a
             # CPU the convolution of gated delta nets takes no single one.
@@ -143,9 +150,12 @@ class VllmEngine:
             ) from error
         self.device = device
         self.max_tokens = max_tokens
-        self.vocab_size, self.hidden_size = facts.vocab_size, facts.hidden_size
-        self.dtype, self.has_plain_head = facts.dtype, facts.has_plain_head
-        once, no = f"computed once, in blocks of {self.prefix_block} tokens", "not shared: its state does not allow it"
+        self.vocab_size = facts.vocab_size
+        self.hidden_size = facts.hidden_size
+        self.dtype = facts.dtype
+        self.has_plain_head = facts.has_plain_head
+        once = f"computed once, in blocks of {self.prefix_block} tokens"
+        no = "not shared: its state does not allow it"
         if settings.share_prompts:
             log.info("vllm: prompts that sequences have in common are %s", once if self.prefix_block else no)
 
@@ -180,7 +190,9 @@ class VllmEngine:
 
         from teacher_server.engines.vllm_extension import ROW_RANGES, row_ranges
 
-        engine, running, row = self._engine, set(), 0
+        engine = self._engine
+        running = set()
+        row = 0
         if self._has_failed and not engine.reset_prefix_cache():
             raise RuntimeError("vllm: blocks of a failed batch are still in use, so the prefix cache cannot be emptied")
         self._has_failed = True  # vLLM lists a block as cached when it schedules it, also if the step fails
@@ -224,7 +236,9 @@ class _WorkerStream:
     """A `RowStream` whose matrix is in the workers."""
 
     def __init__(self, engine: VllmEngine, stream_id: int, n_rows: int, n_cols: int, dtype: RowDtype) -> None:
-        self.n_rows, self.n_cols, self.dtype = n_rows, n_cols, dtype
+        self.n_rows = n_rows
+        self.n_cols = n_cols
+        self.dtype = dtype
         self._engine = engine
         self._stream_id: int | None = stream_id
 
@@ -245,9 +259,11 @@ class _HeadStream:
     """A `RowStream` of the LM head, whose rows are sharded over the workers."""
 
     def __init__(self, engine: VllmEngine, wire: Wire) -> None:
-        self.n_rows, self.n_cols = engine.vocab_size, engine.hidden_size
+        self.n_rows = engine.vocab_size
+        self.n_cols = engine.hidden_size
         self.dtype = row_dtype(getattr(torch, engine.dtype), wire)
-        self._engine, self._wire = engine, wire
+        self._engine = engine
+        self._wire = wire
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """See `RowStream.rows`."""

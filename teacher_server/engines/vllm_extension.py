@@ -49,7 +49,8 @@ def row_ranges(sequence: TokenSequence, row: int) -> list[RowRange]:
     """
     rows = sequence.rows
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # the first row of each run
-    first, lengths = sequence.prompt_length - 1 + rows[starts], np.diff(starts, append=len(rows))
+    first = sequence.prompt_length - 1 + rows[starts]
+    lengths = np.diff(starts, append=len(rows))
     ranges = zip((row + starts).tolist(), first.tolist(), lengths.tolist(), strict=True)
     return [RowRange(*each) for each in ranges]
 
@@ -118,7 +119,8 @@ class TeacherExtension:
             return output
 
         self.execute_model = execute_and_keep
-        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        model = self.model_runner.get_model()
+        config = self.model_runner.model_config
         hidden_size = int(config.get_hidden_size())
         probe = torch.arange(4.0 * hidden_size, device=self.device).sin_().view(4, hidden_size).to(config.dtype)
         logits, self._teacher_head, plain = _probe_head(model, probe)
@@ -164,7 +166,8 @@ class TeacherExtension:
         """Run `signals.score_hidden` on the batch. Its streams stay here until `teacher_close`."""
         if not self._teacher_kept.all():
             raise RuntimeError(f"vLLM did not compute {int((~self._teacher_kept).sum())} rows of the batch")
-        hidden, self._teacher_hidden = self._teacher_hidden, torch.empty(0)
+        hidden = self._teacher_hidden
+        self._teacher_hidden = torch.empty(0)
         try:
             scores = score_hidden(hidden, batch, self._teacher_logits_of, params, self._teacher_vocab_size)
         except ArithmeticError as error:
@@ -192,7 +195,8 @@ class TeacherExtension:
     def teacher_head_rows(self, start: int, stop: int, wire: Wire) -> np.ndarray | Failure | None:
         """Return the part of rows [start, stop) of the LM head in this rank's shard; shards are in order of ranks."""
         shard = self._teacher_head.shard_indices
-        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        first = shard.org_vocab_start_index
+        end = shard.org_vocab_end_index
         matrix = self._teacher_head.weight[min(max(start, first), end) - first : min(max(stop, first), end) - first]
         if len(matrix) == 0:
             return None
@@ -214,9 +218,12 @@ class _Span(NamedTuple):
 def _spans(runner: Any, state: Any) -> Iterator[_Span]:
     """Yield the spans of the last forward pass. vLLM's second model runner keeps the batch in the pass's state."""
     if (batch := getattr(state, "input_batch", None)) is not None:
-        ids, rows, positions = batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np
+        ids = batch.req_ids
+        rows = batch.query_start_loc_np
+        positions = batch.num_computed_tokens_np
     else:
-        ids, rows = runner.input_batch.req_ids, runner.query_start_loc.np
+        ids = runner.input_batch.req_ids
+        rows = runner.query_start_loc.np
         positions = [runner.requests[request_id].num_computed_tokens for request_id in ids]
     for i, request_id in enumerate(ids):
         yield _Span(request_id, int(rows[i]), int(positions[i]), int(rows[i + 1] - rows[i]))
@@ -243,8 +250,10 @@ def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, boo
         return logits, head, False
     if weight is None or weight.dtype != probe.dtype or weight.ndim != 2 or weight.shape[1] != probe.shape[1]:
         return logits, head, False  # quantized
-    first, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
-    own, whole = torch.nn.functional.linear(probe, weight[: end - first]).float(), logits[:, first:end].float()
+    first = head.shard_indices.org_vocab_start_index
+    end = head.shard_indices.org_vocab_end_index
+    own = torch.nn.functional.linear(probe, weight[: end - first]).float()
+    whole = logits[:, first:end].float()
     # Kernels round bfloat16 differently, by less than a factor that the model applies to its logits.
     return logits, head, bool((own - whole).abs().amax() <= 0.02 * whole.abs().amax())
 
@@ -270,7 +279,8 @@ class _Beginning:
 
     def __init__(self, request: Any) -> None:
         first = RowRange(*request.sampling_params.extra_args[ROW_RANGES][0]).position
-        self._request, self.num_tokens = request, min(request.num_tokens, first + 1)
+        self._request = request
+        self.num_tokens = min(request.num_tokens, first + 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

@@ -136,7 +136,10 @@ def correct_cpu_kernels() -> None:
     def compute_routing(self: Any, *args: Any, **more: Any) -> Any:
         is_plain = self.e_score_correction_bias is None and self.scoring_func == "softmax"
         if not is_plain and not self.use_grouped_topk and self.scoring_func in ("softmax", "sigmoid"):
-            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # all experts are one group
+            # all experts are one group
+            self.use_grouped_topk = True
+            self.num_expert_group = 1
+            self.topk_group = 1
         return route(self, *args, **more)
 
     setattr(RotaryEmbedding, "forward_cpu", forward)  # noqa: B010  (vLLM's method)

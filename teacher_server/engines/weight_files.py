@@ -13,7 +13,8 @@ from typing import Any
 
 from teacher_server.errors import ServerError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _SAMPLE_BYTES = 4 << 10  # hashed of each tensor
 _EDGE_BYTES = 8 << 20  # hashed at each end of the embedding and of the LM head
@@ -29,7 +30,9 @@ class FolderError(ServerError):
     """
 
     def __init__(self, folder: Path, problem: str, fix: str) -> None:
-        self.folder, self.problem, self.fix = folder, problem, fix
+        self.folder = folder
+        self.problem = problem
+        self.fix = fix
         super().__init__(folder, problem, fix)  # all of them, for pickle
 
     def __str__(self) -> str:
@@ -103,14 +106,16 @@ def fingerprint_of(folder: Path, weights: list[Path]) -> str:
     adapter leaves many tensors unchanged: in the middle, and those with a row for each token also at both ends, where
     added tokens are. Raises FolderError: config.json or a weight file is damaged.
     """
-    config, digest = read_json(folder / "config.json"), hashlib.sha256((folder / "config.json").read_bytes())
+    config = read_json(folder / "config.json")
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
     n_rows = (config.get("text_config") or config).get("vocab_size")
     for file in weights:
         header = json.dumps(read_header(file)[0], sort_keys=True)
         digest.update(f"{file.name}:{file.stat().st_size}:{header}".encode())
         with file.open("rb") as stream:
             for _, entry in sorted(read_entries(file).items()):
-                middle, n_bytes = (entry.start + entry.stop - _SAMPLE_BYTES) // 2, entry.stop - entry.start
+                middle = (entry.start + entry.stop - _SAMPLE_BYTES) // 2
+                n_bytes = entry.stop - entry.start
                 places = [(middle, _SAMPLE_BYTES)]
                 if entry.shape[:1] == (n_rows,):
                     places += [(entry.start, _EDGE_BYTES), (entry.stop - _EDGE_BYTES, _EDGE_BYTES)]

@@ -47,11 +47,15 @@ class App:
     """
 
     def __init__(self, link: BrokerLink, token: str) -> None:
-        self._link, self._token, self._teachers = link, token, Teachers(link)
+        self._link = link
+        self._token = token
+        self._teachers = Teachers(link)
 
     def routes(self) -> Starlette:
         """Return the ASGI application."""
-        score, get, post = self._score, ["GET"], ["POST"]
+        score = self._score
+        get = ["GET"]
+        post = ["POST"]
         return Starlette(
             routes=[
                 *(Route(path, score, methods=post) for path in _DIALECTS),
@@ -113,7 +117,8 @@ class App:
 
 async def _body(request: Request) -> bytes:
     """Return the body. Raises Refusal above MAX_BODY: after the end, because clients read no answer while they send."""
-    body, n_bytes = bytearray(), 0
+    body = bytearray()
+    n_bytes = 0
     async for part in request.stream():
         n_bytes += len(part)
         if n_bytes <= MAX_BODY:
@@ -125,7 +130,8 @@ async def _body(request: Request) -> bytes:
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. It is cancelled if the client disconnects; then Refusal is raised."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -163,7 +169,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, link: BrokerLink, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._link, self._on_ready = link, on_ready
+        self._link = link
+        self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -64,7 +64,8 @@ def _read(body: bytes) -> Question:
     check_generation("max_new_tokens", asked.sampling_params.max_new_tokens, others)
     if not asked.return_logprob:
         raise Refusal(400, "return_logprob = false: this server returns nothing else. Fix: return_logprob = true.")
-    start, last = asked.logprob_start_len, min(map(len, sequences)) - 2
+    start = asked.logprob_start_len
+    last = min(map(len, sequences)) - 2
     if not 0 <= start <= last:
         raise Refusal(400, f"logprob_start_len = {start} with {last + 2} tokens: no row is left. Fix: 0 to {last}.")
     wanted = [Wanted("top_logprobs_num", ids, start + 1, asked.top_logprobs_num) for ids in sequences]

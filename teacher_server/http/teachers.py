@@ -43,7 +43,8 @@ class Teachers:
         Raises:
             Refusal: no teacher has this name, or there are several and the request names none.
         """
-        known, epoch = self._names.get(model), self._link.epoch
+        known = self._names.get(model)
+        epoch = self._link.epoch
         if self._epoch != epoch or known is None or not known.model_fingerprint:
             teachers = [each for each, _ in await self.known()]
             found: dict[str, set[str]] = {"": {each.name for each in teachers}}

@@ -74,7 +74,8 @@ class _Generate(msgspec.Struct):
     content_parts: object = None
 
 
-_completions, _generate = msgspec.json.Decoder(_Completions), msgspec.json.Decoder(_Generate)
+_completions = msgspec.json.Decoder(_Completions)
+_generate = msgspec.json.Decoder(_Generate)
 
 
 def _read_completions(body: bytes) -> Question:
@@ -123,10 +124,8 @@ def _wanted(ids: np.ndarray, asked: _Sampling) -> Wanted:
 def _rows(wanted: Wanted, scores: TopKTable) -> Iterator[dict[int, _Entry]]:
     """Yield id -> entry of each row, the token itself first."""
     assert scores.sampled is not None  # every request asks for it
-    own, ranks = (
-        zip(wanted.ids[wanted.start :].tolist(), scores.sampled.tolist(), strict=True),
-        range(1, wanted.depth + 1),
-    )
+    own = zip(wanted.ids[wanted.start :].tolist(), scores.sampled.tolist(), strict=True)
+    ranks = range(1, wanted.depth + 1)
     for (token, logprob), ids, logprobs in zip(own, scores.ids, scores.logprobs, strict=True):
         # A key keeps its first place when it is assigned again: the token's entry gets its rank, if it has one.
         row = {token: _Entry(logprob, wanted.depth + 1)}
@@ -140,4 +139,5 @@ def error(status: int, text: str) -> Mapping[str, object]:
     return {"error": {"message": text, "type": kind, "param": None, "code": status}}
 
 
-COMPLETIONS, GENERATE = Dialect(_read_completions, error), Dialect(_read_generate, error)
+COMPLETIONS = Dialect(_read_completions, error)
+GENERATE = Dialect(_read_generate, error)

@@ -42,7 +42,8 @@ class EncodedImage:
     __slots__ = ("_data", "_file", "_offset", "digest", "n_bytes")
 
     def __init__(self, data: bytes, file: str | IO[bytes] | None = None, offset: int = 0) -> None:
-        self.digest, self.n_bytes = image_digest(data), len(data)
+        self.digest = image_digest(data)
+        self.n_bytes = len(data)
         self._data = data if file is None else b""
         self._file = file
         self._offset = offset

@@ -90,9 +90,13 @@ class ImageProcessor:
                 self._lost = re.compile(rf"{re.escape(end)}\n{{3}}(?!\n(?!\n))|\n{{5}}{re.escape(begin)}")
         except (OSError, ValueError, ImportError, AttributeError) as error:
             raise ImageError(f"its image processor cannot be loaded ({error})") from error
-        self.model_type, self.token_id = config.model_type, int(config.image_token_id)
+        self.model_type = config.model_type
+        self.token_id = int(config.image_token_id)
         self.both_ways = kind in ATTENDING_BOTH_WAYS
-        self._merged, self._size, self._fixed, self._tile = 1, 0, 0, 1
+        self._merged = 1
+        self._size = 0
+        self._fixed = 0
+        self._tile = 1
         if kind in _ON_GRIDS:
             self._merged = int(vision.spatial_merge_size) ** 2  # patches of a token
         elif kind == "internvl":
@@ -103,7 +107,8 @@ class ImageProcessor:
             n_patches = (self._size // int(vision.patch_size[0])) ** 2
             self._tile = int(n_patches * config.downsample_ratio**2)  # tokens of a tile
         elif kind == "gemma3":
-            self._size, self._fixed = int(vision.image_size), int(config.mm_tokens_per_image)
+            self._size = int(vision.image_size)
+            self._fixed = int(config.mm_tokens_per_image)
             if (window := config.text_config.sliding_window) < self._fixed:
                 raise ImageError(f"an image has {self._fixed} tokens, and beyond its window of {window} vLLM is causal")
         else:
@@ -167,7 +172,8 @@ class ImageProcessor:
         places = [i for i, token in enumerate(ids) if token == self.token_id]
         if len(places) != len(images):
             raise ImageError(f"the prompt has {len(places)} placeholders for {len(images)} images")
-        parts, at = list[int](), 0
+        parts = list[int]()
+        at = 0
         for place, image in zip(places, images, strict=True):
             begin, end = self._around
             parts += [*ids[at:place], *begin, *[self.token_id] * self.n_tokens(image), *end]
@@ -213,7 +219,8 @@ class ImageProcessor:
 
     def _trim(self) -> None:
         """Leave out the images that were used the longest time ago, and the errors of those that failed."""
-        new, self._uncounted = self._uncounted, []
+        new = self._uncounted
+        self._uncounted = []
         for key in new:
             if not self._cache[key].done():
                 self._uncounted.append(key)

@@ -246,7 +246,10 @@ def join_planes(planes: Sequence[Plane], frames: Sequence[Buffer]) -> dict[str, 
 
 def pack_topk(scores: TopKTable, reply: ScoreReply) -> list[memoryview]:
     """Return the frames of a top-k reply. Raises ProtocolError on bad shapes, ids or counts."""
-    ids, logprobs, tail, counts = scores.ids, scores.logprobs, scores.tail, scores.counts
+    ids = scores.ids
+    logprobs = scores.logprobs
+    tail = scores.tail
+    counts = scores.counts
     if ids.shape != (reply.n_rows, reply.k) or logprobs.shape != ids.shape or tail.shape != (reply.n_rows,):
         raise ProtocolError(f"ids {ids.shape}, logprobs {logprobs.shape}, tail {tail.shape} are not one [R, K]")
     if (counts is not None) != reply.adaptive:
@@ -262,7 +265,8 @@ def pack_topk(scores: TopKTable, reply: ScoreReply) -> list[memoryview]:
         if counts.shape != tail.shape or counts.min() < 1 or counts.max() > reply.k:
             raise ProtocolError(f"counts are not {reply.n_rows} numbers within 1 to {reply.k}")
         kept = np.arange(reply.k) < counts[:, None]  # [R, K]
-        ids, logprobs = ids[kept], logprobs[kept]
+        ids = ids[kept]
+        logprobs = logprobs[kept]
         arrays["counts"] = counts - 1
     if ids.size != reply.n_entries:
         raise ProtocolError(f"{ids.size} entries, but {reply.n_entries} in the header")
@@ -299,8 +303,10 @@ def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKTable:
     if counts.max() > reply.k or int(counts.sum()) != reply.n_entries:
         raise ProtocolError(f"counts up to {counts.max()} with sum {counts.sum()}, expected {reply.n_entries}")
     kept = np.arange(reply.k) < counts[:, None]
-    all_ids, all_logprobs = np.full(shape, NO_ID, np.int32), np.full(shape, -np.inf, np.float32)
-    all_ids[kept], all_logprobs[kept] = ids, logprobs
+    all_ids = np.full(shape, NO_ID, np.int32)
+    all_logprobs = np.full(shape, -np.inf, np.float32)
+    all_ids[kept] = ids
+    all_logprobs[kept] = logprobs
     return TopKTable(all_ids, all_logprobs, tail, counts, sampled)
 
 
@@ -428,7 +434,8 @@ def listed_problem(given: np.ndarray, listed: np.ndarray) -> str:
     """Return which id of [R, G] given ids its row of [R, K] listed ids lacks; empty means it lacks none."""
     # One flat search: adding a multiple of the row number keeps the sorted rows ascending across rows.
     start = np.arange(len(listed), dtype=np.int64)[:, None] << 32
-    known, wanted = (np.sort(listed, axis=1) + start).ravel(), given + start
+    known = (np.sort(listed, axis=1) + start).ravel()
+    wanted = given + start
     found = known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
     if found.all():
         return ""

@@ -24,7 +24,8 @@ from teacher_server.wire.protocol import MAX_FRAME_BYTES
 
 HANDSHAKE_S = 5.0  # a peer that does not finish its handshake in this time is disconnected
 # A black-holed TCP connection gives no error; ZMTP heartbeats detect it and reconnect.
-_BEAT_MS, _BEAT_TIMEOUT_MS = 500, 2000
+_BEAT_MS = 500
+_BEAT_TIMEOUT_MS = 2000
 # Replies queued for a client that does not read. Further replies are dropped, and the client sends its requests again.
 CLIENT_BACKLOG = 4096
 

@@ -143,7 +143,10 @@ def check_topk(table: TopKTable, n_vocab: int, rows: Rows) -> None:
 
 def check_layout(table: TopKTable, rows: Rows) -> None:
     """Check shapes and dtypes. Raises TeacherError, which names the first sequence."""
-    ids, logprobs, tail, counts = table.ids, table.logprobs, table.tail, table.counts
+    ids = table.ids
+    logprobs = table.logprobs
+    tail = table.tail
+    counts = table.counts
     where = rows.names[0]
     n_rows = sum(rows.n_rows)
     if ids.ndim != 2 or ids.shape != logprobs.shape or ids.size == 0 or len(ids) != n_rows:
@@ -206,7 +209,8 @@ def _check_entries(rows: Rows, ids: np.ndarray, logprobs: np.ndarray, n_vocab: i
 
 def _check_counted_entries(rows: Rows, table: TopKTable, counts: np.ndarray, n_vocab: int) -> None:
     """Check rows of a mass target: the first `counts` entries are listed, the others are padding."""
-    ids, logprobs = table.ids, table.logprobs
+    ids = table.ids
+    logprobs = table.logprobs
     k = ids.shape[1]
     rows.refuse((counts < 1) | (counts > k), f"a count is outside 1 to {k}")
     listed = np.arange(k) < counts[:, None]  # [M, K]

@@ -144,7 +144,9 @@ def prompts_of(request: ScoreRequest, tokens: Buffer, images: Sequence[bytes] = 
         tokens: the request's token frame, 4 bytes a token, of `request.total_length` tokens.
         images: digests of the distinct images.
     """
-    view, prompts, at = memoryview(tokens).cast("B"), [], 0
+    view = memoryview(tokens).cast("B")
+    prompts = []
+    at = 0
     for (n_prompt, n_total), own in zip(request.sequences, images_of(request, images), strict=True):
         ids = view[_TOKEN_BYTES * at : _TOKEN_BYTES * (at + n_prompt)]
         digest = prompt_digest(ids, own)

@@ -59,7 +59,9 @@ class _Budget:
     """Tokens of a batch: whole sequences, and further ones of their prompts, each padded to their longest if `pads`."""
 
     def __init__(self, prefix_block: int, pads: bool) -> None:
-        self._block, self._pads, self._n_tokens = prefix_block, pads, 0
+        self._block = prefix_block
+        self._pads = pads
+        self._n_tokens = 0
         self._prompts = set[int]()
         self._wholes = self._others = (0, 0)  # number, longest
 
@@ -67,7 +69,8 @@ class _Budget:
         """Add `item` if all tokens together are at most `limit` then; return whether it was added."""
         known = item.prompt in self._prompts
         n_tokens = computed_tokens(item.sequence.prompt_length, item.n_tokens, self._block, known=known)
-        wholes, others = self._wholes, self._others
+        wholes = self._wholes
+        others = self._others
         if n_tokens == item.n_tokens:
             wholes = wholes[0] + 1, max(wholes[1], n_tokens)
         else:
@@ -75,7 +78,8 @@ class _Budget:
         n_padded = wholes[0] * wholes[1] + others[0] * others[1]
         if (n_padded if self._pads else self._n_tokens + n_tokens) > limit:
             return False
-        self._wholes, self._others = wholes, others
+        self._wholes = wholes
+        self._others = others
         self._n_tokens += n_tokens
         self._prompts.add(item.prompt)
         return True
@@ -95,7 +99,8 @@ def take_batch(
             them.
         pads: whether the engine pads the sequences of a batch to the longest one.
     """
-    params, budget = waiting[0].request.params, _Budget(prefix_block, pads)
+    params = waiting[0].request.params
+    budget = _Budget(prefix_block, pads)
     budget.add(waiting[0])
     others = _nearest_first(waiting, together=prefix_block > 0)
     batch = [
@@ -113,7 +118,8 @@ def _nearest_first(waiting: Sequence[WorkItem], *, together: bool) -> list[WorkI
     Args:
         together: sort whole groups with a common prompt by their nearest item; the group of the oldest is the first.
     """
-    oldest, items = waiting[0], waiting[1:]
+    oldest = waiting[0]
+    items = waiting[1:]
     distances = [abs(item.n_tokens - oldest.n_tokens) for item in items]
     if not together:
         return [item for _, _, item in sorted(zip(distances, range(len(items)), items, strict=True))]
@@ -141,9 +147,13 @@ class Worker:
     def __init__(
         self, engine: Engine, link: WorkerLink, model_fingerprint: str, worker_name: str, max_batch_tokens: int
     ) -> None:
-        self._engine, self._link = engine, link
-        self._model_fingerprint, self._name = model_fingerprint, worker_name
-        self._max_batch_tokens, self._prefix_block, self._pads = max_batch_tokens, prefix_block(engine), pads(engine)
+        self._engine = engine
+        self._link = link
+        self._model_fingerprint = model_fingerprint
+        self._name = worker_name
+        self._max_batch_tokens = max_batch_tokens
+        self._prefix_block = prefix_block(engine)
+        self._pads = pads(engine)
         self._waiting: list[WorkItem] = []
         self._streams: dict[bytes, OpenStream] = {}  # job_id -> open stream
         self._unit_maps = UnitMaps()
@@ -191,7 +201,8 @@ class Worker:
                 self._close(job_id)
 
     def _accept(self, job: Assignment, frames: list[zmq.Frame]) -> None:
-        request_id, now_s = b"", time.monotonic()
+        request_id = b""
+        now_s = time.monotonic()
         try:
             request = requests.decode(frames[0].buffer)
             if not isinstance(request, ScoreRequest | HeadRequest):
@@ -251,7 +262,8 @@ class Worker:
                 self._reply(item.request, end_s - item.request.started_s)
 
     def _reply(self, request: OpenRequest, compute_s: float) -> None:
-        header, job = request.header, request.job
+        header = request.header
+        job = request.job
         if header.signal in ("topk", "sampled"):
             self._link.send_reply(job.job_id, partial(request.reply, self._model_fingerprint, self._name, compute_s))
             return

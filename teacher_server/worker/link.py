@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 _BURST = 64  # messages read from one socket before the other sockets are read
 _TICK_S = 0.05  # largest delay of a hello, of leaving, and until a hung batch is detected
-_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 1000
+_RECONNECT_MS = 100
+_RECONNECT_MAX_MS = 1000
 _LOG_AFTER = 3  # consecutive failed handshakes before the log names possible causes
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -77,7 +78,9 @@ class WorkerLink:
         self, endpoint: str, hello: WorkerHello, *, keys: PeerKeys | None = None, compute_timeout_s: float = 600.0
     ) -> None:
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._endpoint, self._hello, self._keys = endpoint, hello, keys
+        self._endpoint = endpoint
+        self._hello = hello
+        self._keys = keys
         self._compute_timeout_s = compute_timeout_s
         self._busy_since_s: float | None = None
         self._leaving = self._connected = self._closing = False
@@ -202,7 +205,9 @@ class WorkerLink:
             return End(f"the broker at {self._endpoint} does not allow this worker's key")
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             log.info("connected to %s", self._endpoint)
-            self._connected, self._n_failed, self._next_hello_s = True, 0, 0.0
+            self._connected = True
+            self._n_failed = 0
+            self._next_hello_s = 0.0
             return None
         if self._connected:
             log.warning("lost the connection to %s, reconnecting", self._endpoint)

@@ -81,7 +81,8 @@ class OpenRequest:
     def reply(self, model_fingerprint: str, worker: str, compute_s: float) -> list[Buffer]:
         """Return the header and the frames of the reply with the scores of all sequences, one after the other."""
         scored = _join([self.scores[index] for index in range(len(self.scores))])
-        request, counts = self.header, scored.counts if isinstance(scored, TopKTable) else None
+        request = self.header
+        counts = scored.counts if isinstance(scored, TopKTable) else None
         header = ScoreReply(
             request_id=request.request_id,
             token_digest=self.digest,
@@ -141,11 +142,14 @@ def open_request(
         ProtocolError: the frames do not match the header.
         LookupError: the map of units is not known here, and the request does not have it.
     """
-    tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
+    tokens = unpack_tokens(header, frames[:1])
+    given = unpack_given(header, frames[1:])
     units = maps.of(header, frames[1:])
     distinct = [EncodedImage(each.tobytes()) for each in unpack_images(header, frames[1:])]
     images = images_of(header, distinct)
-    sequences, at, row = [], 0, 0
+    sequences = []
+    at = 0
+    row = 0
     for (n_prompt, n_total), own_images in zip(header.sequences, images, strict=True):
         marked = tokens[at : at + n_total]
         ids, own = (unmarked(marked), marked[n_prompt:] >= 0) if header.n_own else (marked, None)
@@ -193,14 +197,18 @@ class OpenStream:
     def next_messages(self) -> list[tuple[list[Buffer], bool]]:
         """Compute up to four messages: (frames for the client, whether it is the last). Engine errors propagate."""
         step = rows_per_message(self.rows.n_cols, self.rows.dtype)
-        first, end = self.start, min(self.start + _AT_ONCE * step, self.rows.n_rows)
+        first = self.start
+        end = min(self.start + _AT_ONCE * step, self.rows.n_rows)
         chunk = self.rows.rows(first, end)
         messages: list[tuple[list[Buffer], bool]] = []
         for start in range(first, end, step):
             stop = min(start + step, end)
             frames = pack_rows(chunk[start - first : stop - first])
-            self.header.index, self.header.start, self.header.stop = self.index, start, stop
+            self.header.index = self.index
+            self.header.start = start
+            self.header.stop = stop
             self.header.checksums = [checksum(frame) for frame in frames]
             messages.append(([replies.encode(self.header), *frames], stop == self.rows.n_rows))
-            self.index, self.start = self.index + 1, stop
+            self.index = self.index + 1
+            self.start = stop
         return messages

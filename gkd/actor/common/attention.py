@@ -23,7 +23,8 @@ from gkd.errors import ConfigError
 
 # Supported by the flash kernels behind varlen_attn.
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
-_VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_STEP = 256, 8
+_VARLEN_MAX_HEAD_DIM = 256
+_VARLEN_HEAD_DIM_STEP = 8
 
 
 class Scores(NamedTuple):
@@ -151,7 +152,8 @@ IMPLEMENTATIONS = {
     "fa3": ("FA3", "the package flash_attn_3 for Hopper, built for this torch"),
     "fa4": ("FA4", "the package flash-attn-4 for Hopper and Blackwell"),
 }
-_KEY, _FALLBACK = "actor.attention", "use auto."
+_KEY = "actor.attention"
+_FALLBACK = "use auto."
 _LENGTHS = (129, 1, 70)  # lengths of the compared pack; no multiples of a kernel's tiles
 _LARGEST_ERROR = 2e-2  # relative, Frobenius norm; 16-bit kernels have 0.3 to 0.5%
 

@@ -81,7 +81,8 @@ class Student(ABC):
     skipped: int  # steps without an update: their batches had no loss token
     loss: DistillLoss
     states: States  # reload offloaded states before calling a method that needs them
-    stage, n_stages = 0, 1  # pipeline stage of this rank, and number of them
+    stage = 0  # pipeline stage of this rank
+    n_stages = 1
     lora: LoraConfig | None  # settings of the adapters; None: all weights are trained
     group: Any  # process group of the ranks that compute other sequences or columns: data- and context-parallel ones
     columns: Columns = ALL_COLUMNS  # this rank's columns of each micro-batch
@@ -90,8 +91,11 @@ class Student(ABC):
 
     def __init__(self, args: StudentArgs) -> None:
         self.step = self.skipped = 0
-        self.optim, self.device, self._dtype = args["optim"], args["device"], args["dtype"]
-        lora, self._fused = args.get("lora"), args.get("fused_lm_head", True)
+        self.optim = args["optim"]
+        self.device = args["device"]
+        self._dtype = args["dtype"]
+        lora = args.get("lora")
+        self._fused = args.get("fused_lm_head", True)
         self.lora = lora if lora is not None and lora.rank else None
         self._early_sums: BatchSums | None = None  # sums over the parts of the next batch whose gradients are added
 
@@ -123,7 +127,9 @@ class Student(ABC):
         Raises:
             DataError: it has fewer rows than the student's vocabulary.
         """
-        loss, shard, n_local = self.loss, self.loss.shard, self.n_head_rows
+        loss = self.loss
+        shard = self.loss.shard
+        n_local = self.n_head_rows
         if not n_local:
             return
         if pair is not None:
@@ -283,7 +289,9 @@ class Student(ABC):
         Raises:
             ModelError: `out_dir` exists or cannot be written; on every rank.
         """
-        out, source, lora = Path(out_dir), Path(source_dir), self.lora
+        out = Path(out_dir)
+        source = Path(source_dir)
+        lora = self.lora
         plans = self.stage_plans()
         self._write(
             self.export_whole(plans),
@@ -292,7 +300,8 @@ class Student(ABC):
         )
         if lora is not None:
             factors = self.stage_plans("adapters")
-            plan, folder = list(chain(*factors)), out / ADAPTER_FOLDER
+            plan = list(chain(*factors))
+            folder = out / ADAPTER_FOLDER
             whole = self.export_whole(factors, "adapters")
             self._write(whole, out, lambda tensors: write_adapters(tensors, plan, folder, lora, str(source)))
 
@@ -335,7 +344,8 @@ class Student(ABC):
 
     def _add(self, micro_batches: Sequence[MicroBatch], *, completes: bool) -> BatchSums:
         """Add the gradients of a part; return the sums over the parts of its batch so far."""
-        before, self._early_sums = self._early_sums, None
+        before = self._early_sums
+        self._early_sums = None
         if before is None:
             self._zero_grads()
         self.loss.spec = self.loss.spec.at(self.step)

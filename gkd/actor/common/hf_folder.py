@@ -217,7 +217,8 @@ def safetensors_start(plan: Iterable[TensorPlan], metadata: dict[str, str]) -> b
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, shape, dtype in plan:
-        start, end = end, end + _n_bytes(shape, dtype)
+        start = end
+        end = end + _n_bytes(shape, dtype)
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)

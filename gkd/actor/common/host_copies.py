@@ -50,7 +50,8 @@ class Snapshot:
             self.wait()
             other.wait()
 
-        pieces, meta = [*self.pieces, *other.pieces], {**self.meta, **other.meta}
+        pieces = [*self.pieces, *other.pieces]
+        meta = {**self.meta, **other.meta}
         return replace(self, pieces=pieces, meta=meta, wait=wait, joined=other)
 
 
@@ -82,7 +83,8 @@ class HostCopies:
             MemoryError, RuntimeError: there is not enough host memory, see `HostBuffer.take`.
         """
         self.settle()
-        kept, self._free = self._free if copies else None, None
+        kept = self._free if copies else None
+        self._free = None
         buffer = kept or HostBuffer(pinned=self._stream is not None, slab_bytes=self._slab_bytes)
         buffer.clear()
         live = sorted(live, key=lambda piece: -piece.data.itemsize)  # the largest items first: all are aligned
@@ -108,16 +110,20 @@ class HostCopies:
 
     def _laid_out(self, live: Sequence[Piece], slabs: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
         """Return (pieces in `slabs`, the source of each); a piece that crosses the end of a slab is split."""
-        pieces, sources, at = [], [], 0
+        pieces = []
+        sources = []
+        at = 0
         for piece in live:
-            size, done = piece.data.itemsize, 0
+            size = piece.data.itemsize
+            done = 0
             while done < piece.data.numel():
                 number, offset = divmod(at, self._slab_bytes)
                 n = min(piece.data.numel() - done, (self._slab_bytes - offset) // size)
                 target = slabs[number][offset : offset + n * size].view(piece.data.dtype)
                 pieces.append(Piece(piece.name, piece.kind, piece.part, piece.start + done, target))
                 sources.append(piece.data[done : done + n])
-                done, at = done + n, at + n * size
+                done = done + n
+                at = at + n * size
         return pieces, sources
 
     def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:

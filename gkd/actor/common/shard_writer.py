@@ -52,7 +52,8 @@ def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
     meta = {**snapshot.meta, "format": FORMAT, "rank": rank}
     start = memoryview(safetensors_start(plan, {"gkd": json.dumps(meta)}))
     snapshot.wait()
-    hasher, n_bytes = xxhash.xxh3_128(), 0
+    hasher = xxhash.xxh3_128()
+    n_bytes = 0
     try:
         _make_folder(folder, rank)
         with path.open("wb") as file:
@@ -147,12 +148,14 @@ def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     current: torch.UntypedStorage | None = None
     begin = stop = 0
     for tensor in tensors:
-        storage, at = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
+        storage = tensor.untyped_storage()
+        at = int(tensor.storage_offset()) * tensor.itemsize
         if current is not None and (storage.data_ptr() != current.data_ptr() or at != stop):
             yield _raw(current, begin, stop)
             current = None
         if current is None:
-            begin, current = at, storage
+            begin = at
+            current = storage
         stop = at + tensor.nbytes
     if current is not None:
         yield _raw(current, begin, stop)

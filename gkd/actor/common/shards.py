@@ -122,7 +122,8 @@ class ShardReader:
                 f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
             )
         # These may be live states, so avoid Tensor.numpy(): see `gkd.memory.states`.
-        raw, size = np.from_dlpack(values.view(torch.uint8)).data, values.itemsize
+        raw = np.from_dlpack(values.view(torch.uint8)).data
+        size = values.itemsize
         at = start
         for piece in ranges:
             if piece.stop > at >= piece.start and at < stop:
@@ -223,7 +224,8 @@ def check_same_student(
         if saved[key] != own[key]:
             raise CheckpointError(f"{folder} was saved with {key} = {saved[key]}, this student has {own[key]}.")
     for name in dict.fromkeys([*own[model], *saved[model]]):
-        in_checkpoint, here = saved[model].get(name, "missing"), own[model].get(name, "missing")
+        in_checkpoint = saved[model].get(name, "missing")
+        here = own[model].get(name, "missing")
         if in_checkpoint != here:
             raise CheckpointError(f"{folder} has a different model: {name} = {in_checkpoint}, this student has {here}.")
 

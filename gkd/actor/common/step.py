@@ -187,7 +187,8 @@ def check_micro_batch(batch: MicroBatch, *, needs_scores: bool = True) -> None:
         batch: in host memory.
         needs_scores: this rank computes the loss.
     """
-    n_rows, n_positions = batch.n_loss_tokens, batch.tokens.numel()
+    n_rows = batch.n_loss_tokens
+    n_positions = batch.tokens.numel()
     if n_rows and not 0 <= int(batch.loss_index.min()) <= int(batch.loss_index.max()) < n_positions:
         raise DataError(f"loss_index is outside of the {n_positions} positions of its micro-batch")
     # Attention is causal over columns and rotary embeddings count columns, of a row or of a packed sequence.

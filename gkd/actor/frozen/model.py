@@ -120,7 +120,8 @@ class FrozenModel:
         self.role = "teacher" if key == "teacher.path" else "reference"
         self._name = f"the {'local teacher' if self.role == 'teacher' else 'reference'} ({key}={path})"
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
-        self._packing, self._max_batch_tokens = packing, max_batch_tokens
+        self._packing = packing
+        self._max_batch_tokens = max_batch_tokens
         folder = Path(path)
         with same_error(device):
             shard_dtype = torch.float32 if float32_weights else dtype
@@ -253,14 +254,16 @@ class FrozenModel:
         self._host_copies.settle()
         role = self.role
         with same_error(self.device), ShardReader(folder) as reader:
-            saved, own = reader.meta.get(role), self._dims()
+            saved = reader.meta.get(role)
+            own = self._dims()
             if saved is None:
                 raise CheckpointError(
                     f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires. Fix: start "
                     "a new run in another trainer.run_dir."
                 )
             for name in dict.fromkeys([*own, *saved]):
-                in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
+                in_checkpoint = saved.get(name, "missing")
+                here = own.get(name, "missing")
                 if in_checkpoint != here:
                     raise CheckpointError(
                         f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} "
@@ -283,7 +286,8 @@ class FrozenModel:
         for name, place in self.places.items():
             start, flat = flat_rows(place.tensor)
             if flat.dtype not in DTYPES.values():
-                start, flat = start * flat.itemsize, flat.view(torch.uint8)
+                start = start * flat.itemsize
+                flat = flat.view(torch.uint8)
             yield name, start, flat
 
     def device_bytes(self) -> int:
@@ -403,7 +407,8 @@ class NextLayer:
     """
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
         self._buffer: Tensor | None = None
         self._layer: nn.Module | None = None  # whose copy is in the buffer
         self._copies: list[tuple[Any, Tensor, Tensor]] = []  # fully_shard's record, its shard in host memory, the copy
@@ -423,7 +428,8 @@ class NextLayer:
         """Start to copy the layer that follows. fully_shard has read what was in the buffer."""
         for record, at_home, _ in self._copies:
             record._sharded_param_data = at_home
-        self._layer, self._copies = following, []
+        self._layer = following
+        self._copies = []
         if following is None:
             self._buffer = None
             return

@@ -45,7 +45,8 @@ class LocalScoring(RecordedScoring):
         self, workers: Callable[[], Sequence[Any]], endpoints: Sequence[Any], timeout_s: float, of: str = ACTOR_RANK
     ) -> None:
         super().__init__(endpoints, timeout_s)
-        self._workers, self._of = workers, of
+        self._workers = workers
+        self._of = of
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         """Return a chunk without handles: it is scored when it is collected."""
@@ -117,15 +118,18 @@ class ReferencePool:
     """Implement `gkd.roles.ReferenceRole` over the actor's workers, in rank order, and the scoring endpoints."""
 
     def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], config: Config) -> None:
-        self._workers, self._endpoints = list(workers), list(endpoints)
+        self._workers = list(workers)
+        self._endpoints = list(endpoints)
         self._timeout_s = config.trainer.stage_timeout_s
         derived = config.derived
-        self._method, self._options = "reference_logprobs", dict[str, Any]()
+        self._method = "reference_logprobs"
+        self._options = dict[str, Any]()
         if derived.reference_is_actor:
             groups = data_parallel_groups(len(workers), config)
             # The training step follows immediately, so the actor's weights stay on the device.
             without_adapters = {"disable_adapter": True, "is_offload_states": False}
-            self._method, self._options = "compute_logprobs", {"groups": groups, **without_adapters}
+            self._method = "compute_logprobs"
+            self._options = {"groups": groups, **without_adapters}
         # A local teacher scores on the same ranks, with the actor's weights offloaded: before they are reloaded here.
         self._starts_in_wait = derived.teacher_pool == ACTOR
 

@@ -42,7 +42,10 @@ class FrozenModels:
     """
 
     def __init__(self, config: Config, student: Student, device: torch.device, where: str) -> None:
-        self._config, self._student, self._device, self._where = config, student, device, where
+        self._config = config
+        self._student = student
+        self._device = device
+        self._where = where
         self._teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
         self._followers: list[Follower] = []  # one for each model, in the order of the calls
@@ -56,7 +59,9 @@ class FrozenModels:
         """Build the reference. Raises as `FrozenModel` and `Follower`."""
         from gkd.actor.frozen.model import FrozenModel
 
-        config, actor, derived = self._config, self._config.actor, self._config.derived
+        config = self._config
+        actor = self._config.actor
+        derived = self._config.derived
         self._reference = FrozenModel(
             derived.reference_folder,
             device=self._device,
@@ -89,7 +94,8 @@ class FrozenModels:
             TeacherError: see `FrozenModel.score`.
         """
         assert self._reference is not None
-        temperature, n_vocab = self._config.teacher.temperature, self._student.n_vocab
+        temperature = self._config.teacher.temperature
+        n_vocab = self._student.n_vocab
         params = ScoreParams("sampled", temperature=temperature, n_vocab=n_vocab)
         return [cast(np.ndarray, table) for (table,) in self._reference.score(rollouts, [params])]
 
@@ -104,7 +110,8 @@ class FrozenModels:
             ValueError: the student has no adapters.
             DataError: a sequence is invalid, see `check_batch`; on all ranks.
         """
-        actor, student = self._config.actor, self._student
+        actor = self._config.actor
+        student = self._student
         if disable_adapter and not actor.lora.rank:
             raise ValueError("disable_adapter: actor.lora.rank is 0, so the actor has no adapters")
         with same_error(self._device):
@@ -117,7 +124,8 @@ class FrozenModels:
             packed=actor.packs,
         )
         tables = student.compute_logprobs(batches, disable_adapter=disable_adapter)
-        indices, n_rows = [index for index, _ in batches.samples], [n for _, n in batches.samples]
+        indices = [index for index, _ in batches.samples]
+        n_rows = [n for _, n in batches.samples]
         if not indices:
             return []
         rows = np.split(torch.cat(tables).numpy(), np.cumsum(n_rows)[:-1])
@@ -161,10 +169,16 @@ class LocalTeacher:
     ) -> None:
         from gkd.actor.frozen.model import FrozenModel
 
-        teacher, actor = config.teacher, config.actor
-        self._student, self._n_vocab = student, student.n_vocab if pair is None else len(pair.teacher)
-        self._pair, self._units, self._teacher, self._hidden_size = pair, config.distill.units, teacher, 0
-        derived, updates = config.derived, weight_updates(teacher)
+        teacher = config.teacher
+        actor = config.actor
+        self._student = student
+        self._n_vocab = student.n_vocab if pair is None else len(pair.teacher)
+        self._pair = pair
+        self._units = config.distill.units
+        self._teacher = teacher
+        self._hidden_size = 0
+        derived = config.derived
+        updates = weight_updates(teacher)
         self.model = FrozenModel(
             teacher.path,
             device=device,
@@ -177,7 +191,8 @@ class LocalTeacher:
             trust_remote_code=config.model.trust_remote_code,
             vision=derived.vision,
         )
-        self._signals, self._n_student_ids = derived.signals, derived.n_student_ids
+        self._signals = derived.signals
+        self._n_student_ids = derived.n_student_ids
         # The top-k table also holds the logprobs of the response tokens.
         requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
         self._params = [self._score_params(config, each) for each in requested]
@@ -203,7 +218,8 @@ class LocalTeacher:
         texts = self._pair.for_teacher(rollouts)
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
         tables = self.model.score([texts[i] for i in asked], self._params)
-        found, teacher = {i: self._scores(t) for i, t in zip(asked, tables, strict=True)}, self._teacher
+        found = {i: self._scores(t) for i, t in zip(asked, tables, strict=True)}
+        teacher = self._teacher
         return list(self._pair.completed(found, texts, self._hidden_size, teacher.topk, teacher.mass > 0).values())
 
     def _hand_over_head(self) -> None:
@@ -263,7 +279,8 @@ class Follower:
         updates: WeightUpdates,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model, self._student = model, student
+        self.model = model
+        self._student = student
         (self._interval, self._ema), self._changed = updates, changed
         if not self._interval:
             return

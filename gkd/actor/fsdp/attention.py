@@ -123,7 +123,9 @@ class _PerSequence:
     """The forward pass of a module that maps [1, S, ...] tensors to [1, S, ...] tensors, alone or in tuples."""
 
     def __init__(self, model: nn.Module, name: str, forward: Callable[..., Any]) -> None:
-        self._model, self._name, self._forward = model, name, forward
+        self._model = model
+        self._name = name
+        self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pack: Pack | None = getattr(self._model, CURRENT_PACK, None)

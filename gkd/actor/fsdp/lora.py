@@ -117,9 +117,11 @@ def init_adapters(adapters: Mapping[str, Adapter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters.values():
         whole = first_a(adapter.a.shape, generator)
-        a, b = adapter.a.tensor, adapter.b.tensor
+        a = adapter.a.tensor
+        b = adapter.b.tensor
         assert isinstance(a, DTensor)  # filled in after sharding
-        local, start = a.to_local(), first_row(a)
+        local = a.to_local()
+        start = first_row(a)
         local.copy_(whole[start : start + len(local)])
         b.zero_()
 

@@ -215,7 +215,8 @@ def _is_rms_norm(kind: type[nn.Module]) -> bool:
     if len(inspect.signature(kind.forward).parameters) != 2:
         return False
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(4, 8, generator=generator), torch.randn(8, generator=generator)
+    x = torch.randn(4, 8, generator=generator)
+    weight = torch.randn(8, generator=generator)
     try:
         norm: Any = kind(8, eps=0.1)
         norm.weight = nn.Parameter(weight)
@@ -382,7 +383,8 @@ class RowsHead(nn.Module):
         super().__init__()
         if not isinstance(head, nn.Linear):
             raise ModelError(f"the LM head is a {type(head).__name__}; actor.strategy=fsdp2 requires a linear layer.")
-        self.weight, self.bias = head.weight, head.bias  # [V, H], [V] or None
+        self.weight = head.weight  # [V, H]
+        self.bias = head.bias  # [V] or None
         self.factor = factor
         self.cap = cap
 
@@ -437,7 +439,8 @@ def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
         _PINNED.append(block)
     at = 0
     for shard, size in zip(shards, n_bytes, strict=True):
-        old, local = shard._sharded_param_data, shard.sharded_param._local_tensor
+        old = shard._sharded_param_data
+        local = shard.sharded_param._local_tensor
         new = block[at : at + old.nbytes].view(old.dtype)
         new.copy_(old)
         # Like `FSDPParam.reset_sharded_param`: padding rows at the end are only in the record.

@@ -61,7 +61,8 @@ def run_batch(
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
     reader = model.image_processor
     waited_s = 0.0 if reader is None else -reader.waited_s
-    own, filler = parts_of(micro_batches, model.columns), model.columns.part_of(empty_micro_batch())
+    own = parts_of(micro_batches, model.columns)
+    filler = model.columns.part_of(empty_micro_batch())
     with passes_of(model):
         for i in range(max(1, agreement.largest)):
             batch = own[i] if i < len(own) else filler
@@ -108,7 +109,8 @@ def run_logprobs(
         for batch in without_targets(micro_batches):
             _check(model, batch, micro_batches, loss, packing=packing, needs_scores=False)
             batches.append(with_next_tokens(batch))
-    own, filler = parts_of(batches, model.columns), model.columns.part_of(empty_micro_batch())
+    own = parts_of(batches, model.columns)
+    filler = model.columns.part_of(empty_micro_batch())
     found = []
     with passes_of(model):
         for i in range(agreement.largest):
@@ -165,7 +167,8 @@ def forward(
     Args:
         later: micro-batches whose images a thread prepares meanwhile.
     """
-    pack, positions = None, None
+    pack = None
+    positions = None
     group = model.columns.group
     if batch.cu_seqlens is not None:
         pack = Pack(batch.cu_seqlens.to(device), batch.cu_seqlens.diff().tolist(), group=group)
@@ -176,5 +179,6 @@ def forward(
     if model.image_processor is not None:
         arguments["images"] = read_images(model.hf, model.image_processor, batch, device)
         model.image_processor.prepare(image for each in later for images in each.images for image in images)
-    tokens, rows = batch.tokens.to(device), batch.loss_index.to(device)
+    tokens = batch.tokens.to(device)
+    rows = batch.loss_index.to(device)
     return model(tokens, rows, position_ids=positions, pack=pack, **arguments)

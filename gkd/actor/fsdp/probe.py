@@ -25,7 +25,8 @@ log = get_logger("actor.fsdp")
 
 _LENGTHS = (40, 24)  # tokens of the two compared sequences: more than a convolution or an index reads
 _N_TOKENS = 20  # most probable tokens whose logprobs are compared
-_LARGEST, _LARGEST_16 = 1e-3, 0.3  # nats; rounding to 16 bits is 0.02 to 0.1 in deep models
+_LARGEST = 1e-3  # nats
+_LARGEST_16 = 0.3  # nats; rounding to 16 bits is 0.02 to 0.1 in deep models
 
 
 @torch.no_grad()
@@ -80,7 +81,8 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
         seen["hidden"] = output[0]
 
     def keep_head(_module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen["head_input"], seen["head_output"] = inputs[0], output[0]
+        seen["head_input"] = inputs[0]
+        seen["head_output"] = output[0]
 
     hooks = [root.hf.base_model.register_forward_hook(keep_hidden), root.head.register_forward_hook(keep_head)]
     model_type = root.hf.config.model_type
@@ -121,7 +123,8 @@ def _pack_differences(root: LossModel, device: torch.device) -> str:
     parts = (torch.arange(sum(_LENGTHS), device=device) * 7 % min(int(text.vocab_size), 1000)).split(_LENGTHS)
     packed = _logits(root, parts)
     alone = torch.cat([_logits(root, [part]) for part in parts])
-    attention, text._attn_implementation = text._attn_implementation, "eager"
+    attention = text._attn_implementation
+    text._attn_implementation = "eager"
     try:
         own = torch.cat([root(part[None], torch.arange(len(part), device=device)) for part in parts])
     finally:

@@ -89,9 +89,12 @@ class FsdpStudent(Student):
             ClusterError: see `probe_group`.
         """
         super().__init__(args)
-        on_phase, dtype, device = args.get("on_phase", no_phase), args["dtype"], args["device"]
+        on_phase = args.get("on_phase", no_phase)
+        dtype = args["dtype"]
+        device = args["device"]
         self._packing = packing
-        folder, adapted = Path(model_path), self.lora is not None
+        folder = Path(model_path)
+        adapted = self.lora is not None
         on_phase("building the model")
         with same_error(device):
             # Trained weights are float32, so that small updates are not rounded away. Frozen weights need not be.
@@ -110,7 +113,8 @@ class FsdpStudent(Student):
             self._adapters = {} if self.lora is None else add_adapters(hf, self.lora, self._places)
             self._base_digest = weights_digest(folder) if adapted or vision == "frozen" else ""
             n_layers = len(layer_list(hf))
-        self.group, self.n_head_rows = dist.group.WORLD, int(hf.config.get_text_config().vocab_size)
+        self.group = dist.group.WORLD
+        self.n_head_rows = int(hf.config.get_text_config().vocab_size)
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
         self.model.image_processor = reader
         if cp > 1:

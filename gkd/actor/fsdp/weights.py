@@ -162,7 +162,8 @@ def flat_rows(tensor: Tensor) -> tuple[int, Tensor]:
 
 def first_row(tensor: DTensor) -> int:
     """Return the index of this rank's first row: fully_shard makes equal parts, of which the last ones are shorter."""
-    mesh, n_rows = tensor.device_mesh, tensor.shape[0]
+    mesh = tensor.device_mesh
+    n_rows = tensor.shape[0]
     return min(mesh.get_local_rank() * -(-n_rows // mesh.size()), n_rows)
 
 
@@ -226,7 +227,8 @@ def file_parts(
     for name in sorted(names, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, dict(shapes))
         if own not in shapes and name in shapes:
-            own, pattern = name, None
+            own = name
+            pattern = None
         if own not in shapes:
             continue
         if pattern is not None:
@@ -269,8 +271,10 @@ def _fused_parts(
         if len(names := found.get(pattern, [])) != shape[0]:
             raise ModelError(f"{own} needs {shape[0]} tensors named {pattern}; the files have {len(names)}.")
         for row, name in enumerate(names):
-            start, sizes = [row, *(0 for _ in shape[1:])], [1, *shape[1:]]
+            start = [row, *(0 for _ in shape[1:])]
+            sizes = [1, *shape[1:]]
             if dim is not None:
-                start[dim], sizes[dim] = i * width, width
+                start[dim] = i * width
+                sizes[dim] = width
             parts.append(FilePart(name, tuple(start), tuple(sizes), stacked=True))
     return parts

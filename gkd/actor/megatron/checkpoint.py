@@ -143,10 +143,12 @@ def _read_vocab(
 
     Its parts are ranges of the flattened matrix, so only the needed range of these large parameters is read.
     """
-    old_size, whole = math.prod(part_shape(entry, old_tp)), math.prod(entry.hf_shapes[0])
+    old_size = math.prod(part_shape(entry, old_tp))
+    whole = math.prod(entry.hf_shapes[0])
     begin = model.layout.tp_rank * math.prod(part_shape(entry, model.layout.tp))
     values = torch.zeros(stop - start)  # padding after the vocabulary stays zero
-    at, end = begin + start, min(begin + stop, whole)
+    at = begin + start
+    end = min(begin + stop, whole)
     while at < end:
         part, offset = divmod(at, old_size)
         n = min(end - at, old_size - offset)
@@ -166,11 +168,13 @@ def _resplit(
     """
     layout = model.layout
     n_blocks = math.gcd(old_tp, layout.tp)
-    n_old, n_new = old_tp // n_blocks, layout.tp // n_blocks
+    n_old = old_tp // n_blocks
+    n_new = layout.tp // n_blocks
     old_parts = torch.empty(n_old, *part_shape(entry, old_tp))
     for rank, out in enumerate(old_parts, start=layout.tp_rank // n_new * n_old):
         reader.read(entry.hf_names[0], kind, rank, 0, out.numel(), out=out.view(-1))
-    n_heads, n_kv_heads = model.dims.n_heads // n_blocks, model.dims.n_kv_heads // n_blocks
+    n_heads = model.dims.n_heads // n_blocks
+    n_kv_heads = model.dims.n_kv_heads // n_blocks
     dims = replace(model.dims, n_heads=n_heads, n_kv_heads=n_kv_heads)  # sizes of a block
     part = torch.empty(part_shape(entry, layout.tp))
     entry.layout.fill(part, entry.layout.join(old_parts, dims), dims, n_new, layout.tp_rank % n_new)
@@ -220,7 +224,8 @@ def readers(saved: ShardReader, config: Config, base: Path, held: Mapping[str, A
 
 def part_shape(entry: TensorEntry, tp: int) -> Shape:
     """Return the shape of each of `tp` parts of a parameter, including vocabulary padding."""
-    shape, dim = list(entry.hf_shapes[0]), entry.layout.partition_dim
+    shape = list(entry.hf_shapes[0])
+    dim = entry.layout.partition_dim
     if dim is not None:
         shape[dim] = -(-sum(tensor[dim] for tensor in entry.hf_shapes) // tp)
     return tuple(shape)

@@ -149,7 +149,8 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.ids, ctx.main_grad = ids, weight.main_grad  # type: ignore[attr-defined]
+        ctx.ids = ids
+        ctx.main_grad = weight.main_grad  # type: ignore[attr-defined]
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod

@@ -255,7 +255,8 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
 
 def _moe_rules(dims: ModelDims) -> list[Rule]:
     """Return the rules of a layer with experts, without these."""
-    moe, name = _moe(dims), FAMILIES[dims.model_type].expert_names[0]
+    moe = _moe(dims)
+    name = FAMILIES[dims.model_type].expert_names[0]
     rules = [
         Rule("mlp.router.weight", (f"{name}.gate.weight",), REPLICATED, lambda d: ((moe.n_experts, d.hidden_size),))
     ]
@@ -266,7 +267,8 @@ def _moe_rules(dims: ModelDims) -> list[Rule]:
         hf = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
         to = "mlp.shared_experts."
         gate, up, down = (f"{hf}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        inner, outer = (moe.shared_size, dims.hidden_size), (dims.hidden_size, moe.shared_size)
+        inner = (moe.shared_size, dims.hidden_size)
+        outer = (dims.hidden_size, moe.shared_size)
         rules.append(Rule(f"{to}linear_fc1.weight", (gate, up), GatedMlp(), lambda d: (inner, inner)))
         rules.append(Rule(f"{to}linear_fc2.weight", (down,), SPLIT_COLUMNS, lambda d: (outer,)))
         if moe.shared_gate:

@@ -161,7 +161,8 @@ class AllHeadsNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, n_heads: int) -> None:
         super().__init__()
-        self._width, self._eps = n_heads * hidden_size, eps
+        self._width = n_heads * hidden_size
+        self._eps = eps
         self.weight = torch.nn.Parameter(torch.empty(self._width // config.tensor_model_parallel_size))
 
     def forward(self, values: Tensor) -> Tensor:
@@ -190,7 +191,8 @@ class CausalSdpaAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.layer_number, self._group = layer_number, getattr(pg_collection, "cp", None)
+        self.layer_number = layer_number
+        self._group = getattr(pg_collection, "cp", None)
         window = 1 + config.window_size[0] if _has_window(config, layer_number) else None
         self._scores = Scores(softmax_scale, window)
 

@@ -108,5 +108,6 @@ class ParallelLayout:
 
 def layouts_of(actor: ActorConfig, world_size: int) -> list[ParallelLayout]:
     """Return the layouts of all ranks, in rank order."""
-    a, ranks = actor, range(world_size)
+    a = actor
+    ranks = range(world_size)
     return [ParallelLayout(a.tp, a.pp, world_size, rank, vpp=a.vpp, ep=a.ep, cp=a.cp) for rank in ranks]

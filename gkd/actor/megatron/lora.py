@@ -138,10 +138,14 @@ class LinearAdapters(nn.Module):
     ) -> None:
         super().__init__()
         self.enabled = True
-        self._splits_inputs, self._sizes, self._n_groups, self._scale = splits_inputs, sizes, n_groups, scale
+        self._splits_inputs = splits_inputs
+        self._sizes = sizes
+        self._n_groups = n_groups
+        self._scale = scale
         self._parts: dict[int, nn.Module] = {}  # number of the HF weight -> adapter, which is a submodule, too
         config: Any = linear.config
-        self._splits_sequence, self._tp = config.sequence_parallel, config.tensor_model_parallel_size
+        self._splits_sequence = config.sequence_parallel
+        self._tp = config.tensor_model_parallel_size
         self._tp_group: Any = linear.tp_group
         linear.register_forward_hook(self._add_to_output)
 
@@ -176,9 +180,11 @@ class LinearAdapters(nn.Module):
         if self._tp == 1:
             return low
         if self._splits_inputs:
-            sequence, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+            sequence = reduce_scatter_to_sequence_parallel_region
+            whole = reduce_from_tensor_model_parallel_region
         else:
-            sequence, whole = gather_from_sequence_parallel_region, copy_to_tensor_model_parallel_region
+            sequence = gather_from_sequence_parallel_region
+            whole = copy_to_tensor_model_parallel_region
         moved: Tensor = (sequence if self._splits_sequence else whole)(low, group=self._tp_group)
         return moved
 

@@ -74,7 +74,8 @@ class StudentGPT(GPTModel):
                 packed_seq_params=None if cu_seqlens is None else _packed_params(cu_seqlens, tokens.device),
             )
         finally:
-            self._position_major, self._with_logits = None, True
+            self._position_major = None
+            self._with_logits = True
         return output
 
     @property
@@ -197,7 +198,8 @@ def build_model(
     layout.check_model(dims, sequence_parallel=sequence_parallel, layers=layers)
     if lora is not None:
         check_targets(dims, lora)
-    with_te, fused = layers == "te", is_fused(layers, device)
+    with_te = layers == "te"
+    fused = is_fused(layers, device)
     if with_te:
         check_transformer_engine(device)
     config = transformer_config(

@@ -117,7 +117,8 @@ def _install_adamw() -> None:
 
     Megatron's own norm waits for the GPU once for each tensor.
     """
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_applier = _l2_norm, local_multi_tensor_applier
+    clip_grads.l2_norm_impl = _l2_norm
+    clip_grads.multi_tensor_applier = local_multi_tensor_applier
     megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True

@@ -69,8 +69,13 @@ class MegatronStudent(Student):
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
         """
         super().__init__(args)
-        self.layout, self.stage, self.n_stages = layout, layout.pp_rank, layout.pp
-        on_phase, seed, dtype, device = args.get("on_phase", no_phase), args["seed"], args["dtype"], args["device"]
+        self.layout = layout
+        self.stage = layout.pp_rank
+        self.n_stages = layout.pp
+        on_phase = args.get("on_phase", no_phase)
+        seed = args["seed"]
+        dtype = args["dtype"]
+        device = args["device"]
         adapted = self.lora is not None
         install_cpu_shim()
         on_phase("creating Megatron's process groups")
@@ -91,7 +96,8 @@ class MegatronStudent(Student):
             seed=seed,
             on_phase=on_phase,
         )
-        self.group, self.columns = groups.dp_cp, self.model.columns
+        self.group = groups.dp_cp
+        self.columns = self.model.columns
         self.n_head_rows = len(self.model.lm_head) if layout.is_last_stage else 0
         self._base_digest = weights_digest(Path(model_path)) if adapted else ""
         on_phase("creating the optimizer")
@@ -153,7 +159,8 @@ class MegatronStudent(Student):
     def _no_reduction(self) -> Iterator[None]:
         """Leave the gradients of the block on each rank, including the last backward pass's."""
         config = self.model.config
-        no_sync, config.no_sync_func = config.no_sync_func, nullcontext
+        no_sync = config.no_sync_func
+        config.no_sync_func = nullcontext
         try:
             with ExitStack() as stack:
                 for ddp in self._ddps:

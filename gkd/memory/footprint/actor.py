@@ -178,7 +178,8 @@ def actor_parts(
     Raises:
         ConfigError, ModelError: as `megatron_stages`.
     """
-    actor, found = config.actor, []
+    actor = config.actor
+    found = []
     for stage in _STAGES[actor.backend_name](config, model):
         parts = _states(config, stage)
         if actor.fsdp_cpu_offload and not on_cpu:
@@ -200,7 +201,8 @@ def _states(config: Config, stage: Stage) -> dict[str, int]:
 
     All are float32 but for Megatron's weights, and frozen weights, which have no gradients and moments.
     """
-    b, shards_all = itemsize(config), config.actor.backend.shards_every_tensor
+    b = itemsize(config)
+    shards_all = config.actor.backend.shards_every_tensor
     n_shards = config.derived.n_shards if shards_all else 1
     of_weight = FLOAT32 if shards_all and not stage.adapters else b
     n_numbers = 2 if b == FLOAT32 or stage.adapters or shards_all else 3
@@ -213,10 +215,12 @@ def _states(config: Config, stage: Stage) -> dict[str, int]:
 
 def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) -> float:
     """Return the bytes per token that a layer saves for the backward pass, with recompute none or selective."""
-    actor, b = config.actor, itemsize(config)
+    actor = config.actor
+    b = itemsize(config)
     is_megatron = actor.backend_name == "megatron"
     share = 1 / actor.tp if actor.sequence_parallel else 1.0  # share of the tokens between two tensor-parallel regions
-    q, kv = dims.q_columns / actor.tp, dims.kv_columns / actor.tp
+    q = dims.q_columns / actor.tp
+    kv = dims.kv_columns / actor.tp
     attention = 2 * (q + kv) + (q if actor.cp > 1 else 0)  # queries, keys, values, context, and its own columns of it
     # Their input: on the CPU in float32, and normalized; so are Gemma's, which Megatron computes in one kernel on CUDA.
     norm = 2 * FLOAT32 if on_cpu else FLOAT32 * (1 if is_megatron else 2) if dims.is_gemma else b
@@ -236,7 +240,9 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
 
 def _training_step(config: Config, model: ModelFolder, stage: Stage, *, on_cpu: bool) -> dict[str, int]:
     """Return activations, logits and transient bytes at the peak: in the loss, or in the backward pass of a layer."""
-    dims, actor, b = model.dims, config.actor, itemsize(config)
+    dims = model.dims
+    actor = config.actor
+    b = itemsize(config)
     n_tokens, n_rows, _ = largest_micro_batch(config)
     frozen = stage.adapters > 0
     of_layers = [layer_bytes(config, dims, layer, on_cpu=on_cpu) * n_tokens for layer in stage.layers]
@@ -270,7 +276,8 @@ def _gathered(config: Config, model: ModelFolder, *, frozen: bool, on_cpu: bool)
 
     On a GPU the next layer is gathered, too. A gradient is whole, and has a float32 copy, until it is reduced.
     """
-    b, n_shards = itemsize(config), config.derived.n_shards
+    b = itemsize(config)
+    n_shards = config.derived.n_shards
     _, layer, embedding = gathered(model)
     embedding += model.vision_params if config.derived.vision == "trained" else 0  # the root has both
     shard = 0 if on_cpu else -(-layer // n_shards)
@@ -285,7 +292,8 @@ def _loss(config: Config, dims: ModelDims, n_rows: int, *, frozen: bool, on_cpu:
     Fused, there are the logits of a chunk, and the gradients of the rows and of the LM head, which Megatron's loss adds
     to the gradient buffer. Otherwise all logits exist.
     """
-    actor, b = config.actor, itemsize(config)
+    actor = config.actor
+    b = itemsize(config)
     n_vocab = -(-dims.vocab_size // actor.tp)
     # The teacher's full distribution is logits in float32; the list of another tokenizer becomes a row of them, too.
     is_full = not {"logits", "hidden"}.isdisjoint(config.derived.signals) or bool(config.teacher.tokenizer)
@@ -307,7 +315,8 @@ def _loss(config: Config, dims: ModelDims, n_rows: int, *, frozen: bool, on_cpu:
 
 def _weight_sync(config: Config, model: ModelFolder, stage: Stage) -> int:
     """Return the bytes of the buckets, and of the largest tensor: gathered, and with TP joined."""
-    dims, b = model.dims, itemsize(config)
+    dims = model.dims
+    b = itemsize(config)
     columns = max(dims.ffn_size, dims.q_columns, dims.shared_size)
     matrices = [dims.hidden_size * columns, dims.vocab_size * dims.hidden_size]
     joined = 2 if config.actor.tp > 1 else 0

@@ -100,7 +100,8 @@ class RunModels:
 
 def read_models(config: Config, teacher_hidden: int | None = None) -> RunModels:
     """Read the model folders of a run. Raises ConfigError, ModelError as `read_model_folder`."""
-    student, derived = read_model_folder(config.model.path, "model.path"), config.derived
+    student = read_model_folder(config.model.path, "model.path")
+    derived = config.derived
     teacher = None
     if derived.teacher_pool == ACTOR:
         teacher = read_model_folder(config.teacher.path, "teacher.path")
@@ -120,7 +121,8 @@ def footprint(config: Config, models: RunModels, gpu_bytes: int | None = None) -
     Raises:
         ConfigError, ModelError: as `megatron_stages`; naming rollout.tp.
     """
-    on_cpu, derived = config.trainer.device == "cpu", config.derived
+    on_cpu = config.trainer.device == "cpu"
+    derived = config.derived
     server = round((gpu_bytes or 0) * config.cluster.teacher_gpu_share)
     common = {} if on_cpu else {"context": CONTEXT_BYTES, "teacher_server": server}
     stages = actor_parts(config, models.student, on_cpu=on_cpu, teacher_hidden=models.teacher_hidden)
@@ -146,7 +148,10 @@ def _frozen(config: Config, name: str, model: ModelFolder, saved_copy: int, *, o
     chunk of logits in the model's dtype and in float32.
     """
     settings = config.teacher if name == "teacher" else config.reference
-    dims, actor, derived, updates = model.dims, config.actor, config.derived, weight_updates(settings)
+    dims = model.dims
+    actor = config.actor
+    derived = config.derived
+    updates = weight_updates(settings)
     total, layer, embedding = gathered(model)
     b = itemsize(config)
     tower = 0 if derived.vision == "none" else model.vision_params
@@ -171,7 +176,10 @@ def _engine(
     On a GPU what weights and vLLM's trial pass leave of the engine's share is KV cache; without the GPU's size, what
     all sequences need at full length.
     """
-    dims, rollout, b, longest = model.dims, config.rollout, itemsize(config), config.derived.max_engine_length
+    dims = model.dims
+    rollout = config.rollout
+    b = itemsize(config)
+    longest = config.derived.max_engine_length
     check_engine_split(rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     total, _, embedding = gathered(model)
     total += 0 if config.derived.vision == "none" else model.vision_params
@@ -201,10 +209,12 @@ def _engine(
 
 def max_sequences(config: Config) -> int:
     """Return the maximum number of sequences that an engine decodes at a time, of training and of an evaluation."""
-    trainer, limit = config.trainer, config.rollout.sequence_limit
+    trainer = config.trainer
+    limit = config.rollout.sequence_limit
     n_batches = trainer.max_staleness + 1 if trainer.scheduler == STREAM else 1
     training = n_batches * trainer.global_batch_size * config.rollout.n
-    validation, n_engines = 0, config.derived.n_engines
+    validation = 0
+    n_engines = config.derived.n_engines
     if config.data.val_files:  # without eval.max_prompts the number of prompts is unknown
         validation = config.eval.max_prompts or limit * n_engines
     overlap = AHEAD.get(trainer.scheduler) != 0
@@ -233,7 +243,9 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
 
     The object store, in shared memory, holds them once, and each tensor-parallel rank that trains on them once more.
     """
-    trainer, topk, signals = config.trainer, config.teacher.topk, config.derived.signals
+    trainer = config.trainer
+    topk = config.teacher.topk
+    signals = config.derived.signals
     logits = n_vocab * (2 if config.teacher.wire == "fp16" else FLOAT32)
     stored = {"logits": logits, "hidden": FLOAT32 * hidden_size, "topk": 8 * topk, "sampled": 4}
     trained_on = stored | {"topk": 12 * topk}  # ids in 64 bits

@@ -63,9 +63,11 @@ def needs(found: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> lis
     vLLM does not start without room in its cache for one sequence of full length.
     """
     *actors, engine = found
-    allowed, utilization = round(gpu_bytes * (1 - MARGIN)), config.rollout.gpu_memory_utilization
+    allowed = round(gpu_bytes * (1 - MARGIN))
+    utilization = config.rollout.gpu_memory_utilization
     limit = f"{1 - MARGIN:.0%} of the GPU's {gib(gpu_bytes)}"
-    cache, longest = engine.parts["kv_cache"], config.derived.max_engine_length
+    cache = engine.parts["kv_cache"]
+    longest = config.derived.max_engine_length
     of = f"the {gib(cache)} that its KV cache has, for a sequence of {longest} tokens"
     listed = [Need("rollout", engine.name, Phase.CACHE, engine.sequence_bytes, cache, of)]
     for part in actors:
@@ -76,7 +78,8 @@ def needs(found: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> lis
         return listed
     if config.rollout.kv_cache_bytes(on_cpu=config.trainer.device == "cpu") is not None:
         return [*listed, Need("rollout", engine.name, Phase.GENERATE, engine.total_bytes, allowed, limit)]
-    left, size = round(gpu_bytes * (1 - utilization)), engine.sum_of(("weight_sync", "teacher_server"))
+    left = round(gpu_bytes * (1 - utilization))
+    size = engine.sum_of(("weight_sync", "teacher_server"))
     of = f"the {gib(left)} that rollout.gpu_memory_utilization={utilization} leaves"
     return [*listed, Need("rollout", engine.name, Phase.RECEIVE, size, left, of)]
 
@@ -89,7 +92,8 @@ def check(found: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> lis
 def host_bytes(found: Sequence[RankFootprint], config: Config, scores_gib: float) -> int:
     """Return the most bytes in the memory of a node, without libraries; on the CPU with all of its ranks."""
     *_, engine = found
-    trainer, on_cpu = config.trainer, config.trainer.device == "cpu"
+    trainer = config.trainer
+    on_cpu = config.trainer.device == "cpu"
     sizes = [part.sum_of(HOST_PARTS) + on_cpu * part.total_bytes for part in found]
     actor = max(sizes[:-1]) * trainer.n_gpus_per_node + round(scores_gib * GIB) // trainer.nnodes
     engines = sizes[-1] * config.rollout.n_gpus_per_node
@@ -117,7 +121,8 @@ class Case:
         found = self.footprints()
         listed = [] if self.gpu_bytes is None else needs(found, self.gpu_bytes, self.config)
         if self.host_limit is not None:
-            size, of = host_bytes(found, self.config, self.scores_gib), f"its memory of {gib(self.host_limit)}"
+            size = host_bytes(found, self.config, self.scores_gib)
+            of = f"its memory of {gib(self.host_limit)}"
             listed.append(Need(HOST, "a host", Phase.STEP, size, self.host_limit, of))
         return listed
 
@@ -149,7 +154,8 @@ class Case:
         which as little is missing are taken back.
         """
         applied: list[Changes] = []
-        now, listed = self, self.needs()
+        now = self
+        listed = self.needs()
         for row in sorted(TABLE, key=lambda row: row.adds_gpus):
             while any(row.helps(now.config, need.role, need.phase) for need in listed if need.lack):
                 changes = row.next(now.config)
@@ -157,12 +163,14 @@ class Case:
                 if later is None or _missing(later.needs()) >= _missing(listed):
                     break
                 applied.append(changes)
-                now, listed = later, later.needs()
+                now = later
+                listed = later.needs()
         for changes in reversed(applied):
             fewer = [other for other in applied if other is not changes]
             without = self._with(fewer)
             if without is not None and _missing(without.needs()) <= _missing(listed):
-                applied, now = fewer, without
+                applied = fewer
+                now = without
         return _joined(applied), now
 
     def _with(self, applied: Sequence[Changes]) -> Case | None:

@@ -62,15 +62,16 @@ class Dispatcher:
     """
 
     def __init__(self, engines: Engines, config: Config, n_groups: int) -> None:
-        self._engines, self._config, self._n_groups = engines, config, n_groups
+        self._engines = engines
+        self._config = config
+        self._n_groups = n_groups
         self._timeout_s = config.trainer.stage_timeout_s
         self._n_sequences = config.trainer.global_batch_size * config.rollout.n
         self._chunk_size = chunk_size(config)
-        # A single engine gets all prompts at once.
-        max_running, n_engines = config.rollout.sequence_limit, len(engines.up())
-        self._is_only = n_engines == 1
-        reserve = reserve_size(max_running, self._n_sequences, n_engines)
-        self._room = math.inf if self._is_only else max_running + reserve
+        n_engines = len(engines.up())
+        self._is_only = n_engines == 1  # it gets all prompts at once
+        most = config.rollout.sequence_limit
+        self._room = math.inf if self._is_only else most + reserve_size(most, self._n_sequences, n_engines)
         self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
         self._lock = threading.Lock()  # guards all below
         self._queue = PromptQueue(n_groups, self._window())
@@ -98,7 +99,8 @@ class Dispatcher:
                 stream = JobStream(self, Job(self._n_jobs, sampling, waits_s), first=first)
                 self._jobs[self._n_jobs] = stream
                 if is_only:
-                    self._session, self._error = self._session + 1, None
+                    self._session = self._session + 1
+                    self._error = None
             if is_only:
                 try:
                     self._open_new(self._engines.wait_up(self._config.trainer.init_timeout_s))
@@ -158,7 +160,9 @@ class Dispatcher:
         Ray ends a process of which a thread calls it while it stops, so the readers are waited for.
         """
         with self._lock:
-            self._session, closing, self._open = self._session + 1, self._open.values(), {}
+            self._session = self._session + 1
+            closing = self._open.values()
+            self._open = {}
         self._fail(ClusterError("the rollout engines are being stopped"))
         for engine in closing:
             engine.worker.close_stream.remote()
@@ -175,7 +179,8 @@ class Dispatcher:
             closing: dict[int, _Engine] = {}
             if not self._jobs:
                 self._session += 1
-                closing, self._open = self._open, {}
+                closing = self._open
+                self._open = {}
         stream.put(None)
         if not closing:
             return
@@ -248,7 +253,8 @@ class Dispatcher:
             else:
                 heapq.heappop(free)
         for (i, _), share in shares.items():
-            engine, stream = self._open[i], share[0].stream
+            engine = self._open[i]
+            stream = share[0].stream
             engine.n_sequences += len(share) * stream.job.sampling.n
             engine.held |= {prompt.key: prompt for prompt in share}
             encoded = encode_prompts([p.prompt for p in share], [p.index for p in share])
@@ -366,7 +372,9 @@ class JobStream:
     """
 
     def __init__(self, owner: Dispatcher, job: Job, *, first: bool) -> None:
-        self.job, self.first, self.closed = job, first, False
+        self.job = job
+        self.first = first
+        self.closed = False
         self._owner = owner
         self._results: SimpleQueue[RolloutChunk | Exception | None] = SimpleQueue()
 
@@ -427,7 +435,8 @@ class PromptQueue:
     """
 
     def __init__(self, n_groups: int, window: int) -> None:
-        self._n_groups, self._window = n_groups, window
+        self._n_groups = n_groups
+        self._window = window
         self._lanes: defaultdict[Lane, deque[tuple[int, Waiting]]] = defaultdict(deque)  # lane -> (place, prompt)
         self._heads: list[tuple[int, Lane]] = []  # heap: place of the first prompt of each lane; also outdated ones
         self._first = self._end = self._n = 0  # places and number of the prompts

@@ -37,7 +37,9 @@ class RolloutPool:
     """
 
     def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
-        self.workers, self._config, self._dp_size = list(workers), config, dp_size
+        self.workers = list(workers)
+        self._config = config
+        self._dp_size = dp_size
         self.engines = Engines(self.workers, config.rollout)
         self._eos_ids: frozenset[int] = frozenset()
         self._dispatcher = Dispatcher(self.engines, config, dp_size)
@@ -50,7 +52,8 @@ class RolloutPool:
         Args:
             sleeps: let `offload_states` release the engines' memory, which it does with trainer.colocate in any case.
         """
-        self._device, self._eos_ids = device, frozenset(eos_ids)
+        self._device = device
+        self._eos_ids = frozenset(eos_ids)
         self._sleeps = sleeps or self._config.trainer.colocate
         return {name_of(i): self.build(worker) for i, worker in enumerate(self.workers)}
 
@@ -101,7 +104,8 @@ class RolloutPool:
                 while n_left:
                     chunks = job.finished(config.trainer.stage_timeout_s)
                     if not chunks and self._dispatcher.is_any_open():
-                        limit_s, late = config.trainer.stage_timeout_s, self._dispatcher.busy()
+                        limit_s = config.trainer.stage_timeout_s
+                        late = self._dispatcher.busy()
                         text = f"rollout: no chunk finished within {limit_s:.0f} s on: {', '.join(late)}"
                         raise RankTimeout(text, late)
                     if not chunks:
@@ -165,7 +169,9 @@ class RolloutPool:
             EngineFailed: an engine failed for good.
         """
         marker = self._config.eval.answer_marker
-        n_correct, samples, left = Counter[int](), list[Sample](), list(range(len(prompts)))
+        n_correct = Counter[int]()
+        samples = list[Sample]()
+        left = list(range(len(prompts)))
         while left:
             members = self.engines.wait_up(self._config.trainer.init_timeout_s)
             shares = {index: left[place :: len(members)] for place, index in enumerate(members)}

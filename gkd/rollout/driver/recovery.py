@@ -31,7 +31,9 @@ T = TypeVar("T")
 _CLOSE_S = 10.0  # a restart whose process is killed fails within a second
 
 # States of a slot. unsynced: the process is ready, but no engine has a complete version; the next sync includes it.
-_UP, _DOWN, _UNSYNCED = "up", "down", "unsynced"
+_UP = "up"
+_DOWN = "down"
+_UNSYNCED = "unsynced"
 
 
 @dataclass(slots=True)
@@ -70,7 +72,8 @@ class Engines:
             restore: give engine i, a new process with this handle, the weights last pushed; return their version, or
                 None if no push has succeeded since one failed; then the engine waits for the next `sync`.
         """
-        self._start, self._restore = slots, restore
+        self._start = slots
+        self._restore = restore
 
     def on_up(self, callback: Callable[[], None]) -> None:
         """Call this, in any thread, after an engine has come up, or has failed for good."""
@@ -130,7 +133,8 @@ class Engines:
                 return
             if self._start is None or self._max_restarts == 0:
                 raise cause
-            slot.state, slot.down_s = _DOWN, time.monotonic()
+            slot.state = _DOWN
+            slot.down_s = time.monotonic()
             if self._may_restart(index, cause) and not self._held:
                 self._restart(index)
             self._changed.notify_all()
@@ -185,7 +189,8 @@ class Engines:
     def take_restarts(self) -> EngineRestarts:
         """Return and reset the counters."""
         with self._changed:
-            done, self._done = self._done, EngineRestarts()
+            done = self._done
+            self._done = EngineRestarts()
             return done
 
     def close(self) -> None:
@@ -299,10 +304,13 @@ class Engines:
         try:
             version = self._restore(index, worker)
             with self._changed:
-                slot.worker, slot.state, slot.restart = worker, _UNSYNCED if version is None else _UP, None
+                slot.worker = worker
+                slot.state = _UNSYNCED if version is None else _UP
+                slot.restart = None
                 took_s = time.monotonic() - slot.down_s
                 self._done = self._done.plus(restarts=1, seconds=took_s)
-                n_prompts, slot.n_prompts = slot.n_prompts, 0
+                n_prompts = slot.n_prompts
+                slot.n_prompts = 0
         finally:
             self._end_sync()
         log.warning(

@@ -46,7 +46,8 @@ class EngineWatch:
     """
 
     def __init__(self, engines: Engines, limit_s: float) -> None:
-        self._engines, self._limit_s = engines, limit_s
+        self._engines = engines
+        self._limit_s = limit_s
         self._poll_s = min(_POLL_S, limit_s / 4)
         self._watched: dict[int, _Watched] = {}
         self._ended = threading.Event()
@@ -97,14 +98,16 @@ class EngineWatch:
 
     def _read(self, index: int) -> None:
         known = self._watched[index]
-        call, known.call = known.call, None
+        call = known.call
+        known.call = None
         try:
             pulse: Pulse = fetch(call, f"pulse of rollout engine {index}")
         except RankFailed as error:
             self._lost(index, error)
             return
         if pulse.is_idle or pulse.n_passes != known.n_passes:
-            known.n_passes, known.moved_s = pulse.n_passes, time.monotonic()
+            known.n_passes = pulse.n_passes
+            known.moved_s = time.monotonic()
 
     def _lost(self, index: int, cause: GkdError) -> None:
         self._engines.lost(index, self._watched.pop(index).worker, cause)
@@ -132,8 +135,13 @@ class EngineSlots:
         started: Callable[[str, Any, RankPlacement], None],
         timeout_s: float,
     ) -> None:
-        self._pool, self._env, self._rows, self._on_cpu = pool, env, list(rows), on_cpu
-        self._build, self._started, self._timeout_s = build, started, timeout_s
+        self._pool = pool
+        self._env = env
+        self._rows = list(rows)
+        self._on_cpu = on_cpu
+        self._build = build
+        self._started = started
+        self._timeout_s = timeout_s
         self._newest: dict[int, Any] = {}  # processes that `start` has made
         self._closed = False
         self._lock = threading.Lock()  # several engines may start at once

@@ -50,7 +50,9 @@ class WeightSync:
         device: str,
         timeout_s: float,
     ) -> None:
-        self._exporters, self._engines, self._config = exporters, dict(enumerate(engines)), config
+        self._exporters = exporters
+        self._engines = dict(enumerate(engines))
+        self._config = config
         self._transport = config.transport(device)
         self._keepers = self._senders()  # the ranks that keep the last version for engines that are started again
         self._lock = threading.Lock()  # a push and a restoration exclude each other
@@ -83,16 +85,21 @@ class WeightSync:
         check = verify == "always" or (verify == "first" and self._n_pushed < 2)
         with self._lock:
             if engines is not None and dict(engines) != self._engines:
-                self._engines, self._stale = dict(engines), True
+                self._engines = dict(engines)
+                self._stale = True
             contents = self._contents[-1:] if self._n_pushed and not self._stale else self._contents
-            was_stale, self._pushed, self._stale = self._stale, None, True  # a failure leaves them so
+            was_stale = self._stale
+            # A failure leaves these two so.
+            self._pushed = None
+            self._stale = True
             if was_stale:
                 self._rejoin()
             n_bytes = sum(self._transfer(content, policy_version, with_digests=check) for content in contents)
             if check:
                 self._compare(self._sent, {f"rollout engine {i}": e.digests.remote() for i, e in self._engines.items()})
             self._n_pushed += 1
-            self._pushed, self._stale = policy_version, False
+            self._pushed = policy_version
+            self._stale = False
         return SyncReport(n_bytes=n_bytes, verified_tensors=len(self._sent.keys() - self._opaque) if check else 0)
 
     def restore_engine(self, index: int, worker: Any) -> int | None:
@@ -119,7 +126,8 @@ class WeightSync:
             self._stale = True
             if not self._n_pushed or self._pushed is None:
                 return self._pushed if self._n_pushed else 0
-            name, limit_s = f"rollout engine {index}", self._config.trainer.stage_timeout_s
+            name = f"rollout engine {index}"
+            limit_s = self._config.trainer.stage_timeout_s
             transport = GLOO if self._config.weight_sync.transport == GLOO else AUTO  # the bytes are in host memory
             senders = self._keepers
             specs = self._specs(senders, transport, 1 + self._config.rollout.tp, _REJOIN_S)
@@ -232,7 +240,8 @@ class WeightSync:
             timeout_s: of the calls.
             join_s: see `GroupSpec`.
         """
-        tp, senders = self._config.rollout.tp, self._senders()
+        tp = self._config.rollout.tp
+        senders = self._senders()
         if self._transport == IPC:
             self._join_cards(timeout_s, join_s)
             return
@@ -289,7 +298,9 @@ class EngineSync:
     """
 
     def __init__(self, sync: WeightSync, engines: Engines, timeout_s: float) -> None:
-        self._sync, self._engines, self._timeout_s = sync, engines, timeout_s
+        self._sync = sync
+        self._engines = engines
+        self._timeout_s = timeout_s
 
     def push(self, policy_version: int) -> SyncReport:
         """Send the actor's weights to every engine that is up; blocks. A restarted engine gets them when it joins.
@@ -304,7 +315,8 @@ class EngineSync:
 
 def _errors(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, GkdError]:
     """Return the errors of calls by name, with a RankTimeout for each that has not ended within `timeout_s` in all."""
-    deadline, errors = time.monotonic() + timeout_s, {}
+    deadline = time.monotonic() + timeout_s
+    errors = {}
     for name, ref in refs.items():
         try:
             gather({name: ref}, what, max(0.0, deadline - time.monotonic()))

@@ -59,7 +59,10 @@ class EngineLoop:
         chunks: Coalescer,
         diagnosed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._engine, self._max_running, self._chunks, self._diagnosed = engine, max_running, chunks, diagnosed
+        self._engine = engine
+        self._max_running = max_running
+        self._chunks = chunks
+        self._diagnosed = diagnosed
         self._changed = threading.Condition()  # guards all attributes below
         self._calls: deque[_Call] = deque()
         self._backlog: deque[tuple[Job, Prompt, int]] = deque()  # prompts not yet submitted, each with its prompt index
@@ -145,7 +148,8 @@ class EngineLoop:
             while n_left:
                 with self._changed:
                     self._changed.wait_for(lambda: self._finished[owner] or self._state == "ended")
-                    finished, self._finished[owner] = self._finished[owner], []
+                    finished = self._finished[owner]
+                    self._finished[owner] = []
                 if not finished:
                     raise self._error or _closed()
                 n_left -= len(finished)
@@ -216,7 +220,8 @@ class EngineLoop:
         return not self._closing
 
     def _start_prompts(self) -> None:
-        engine, most = self._engine, self._max_running
+        engine = self._engine
+        most = self._max_running
         while self._backlog and engine.n_generating < most and engine.n_running < 2 * most:
             with self._changed:
                 job, prompt, prompt_index = self._backlog.popleft()
@@ -262,7 +267,8 @@ class EngineLoop:
             self._engine.synchronize()
         except Exception as error:
             if self._error is None:
-                self._error, self._cleanup_failed = error, True
+                self._error = error
+                self._cleanup_failed = True
                 raise
             log.error("clean-up of a failed rollout stream (%s) failed, too: %s", self._error, error, exc_info=error)
         finally:
@@ -295,7 +301,9 @@ class Coalescer:
     """
 
     def __init__(self, n_groups: int, size: int, late_age: int = 0) -> None:
-        self._n_groups, self._size, self._late_age = n_groups, size, late_age
+        self._n_groups = n_groups
+        self._size = size
+        self._late_age = late_age
         self._growing: dict[tuple[int, int], _Growing] = {}  # (job id, data-parallel group) -> chunk
 
     def add(self, job: Job, rollout: Rollout, now_s: float) -> None:

@@ -49,7 +49,8 @@ T = TypeVar("T")
 
 # Ray concurrency groups: methods of each group run concurrently with all other methods. `stream` runs as long as the
 # stream is open, and `admit` is called while the main thread may be busy with a `greedy`.
-STREAM, ADMIT = "stream", "admit"
+STREAM = "stream"
+ADMIT = "admit"
 CONCURRENCY_GROUPS = (STREAM, ADMIT, WATCH)
 
 
@@ -83,7 +84,8 @@ class RolloutWorker:
     @ray.method(concurrency_group=WATCH)
     def pulse(self) -> Pulse:
         """Return a sign of life for `EngineWatch`; the engine is built."""
-        phase, engine = self._spans.progress().phase, self._engine
+        phase = self._spans.progress().phase
+        engine = self._engine
         # An engine whose sequences all wait for their environments makes no pass, and does not hang.
         is_working = phase is Phase.OPEN_STREAM or (phase is Phase.READY and engine.n_generating and engine.has_weights)
         return Pulse(engine.n_passes, not is_working)
@@ -157,7 +159,9 @@ class RolloutWorker:
         return Turns(environments, delta)
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
-        self._config, self._device, self._run_dir = config, device, run_dir
+        self._config = config
+        self._device = device
+        self._run_dir = run_dir
 
     def greedy(
         self, prompts: Sequence[Prompt], prompt_indices: Sequence[int], marker: str, n_samples: int
@@ -201,7 +205,8 @@ class RolloutWorker:
             ClusterError, TeacherError: see `self_scores`.
         """
         self._ensure_awake()
-        signals, topk = self._config.derived.signals, self._config.teacher.topk
+        signals = self._config.derived.signals
+        topk = self._config.teacher.topk
         with self._spans.span(Phase.SCORE), self._diagnosed(Phase.SCORE):
             compute = partial(self_scores, self._engine, signals=signals, topk=topk)
             scores = map_selected(sequence_indices, chunks, compute)
@@ -224,7 +229,8 @@ class RolloutWorker:
             self._engine.synchronize()
         # A step may wait for sequences of this age. With a bound of 1 too many are of age 1 to send them early.
         late_age = max(2, self._config.trainer.staleness_bound)
-        chunks, max_running = Coalescer(n_groups, chunk_size, late_age), self._config.rollout.sequence_limit
+        chunks = Coalescer(n_groups, chunk_size, late_age)
+        max_running = self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, Phase.GENERATE))
 
@@ -337,7 +343,8 @@ class RolloutWorker:
 
     def usage(self) -> EngineUsage:
         """Return and reset the engine's counters and spans, and its memory after each phase."""
-        peaks, self._peaks = self._peaks, {}
+        peaks = self._peaks
+        self._peaks = {}
         return replace(self._engine.usage(), memory=peaks, spans=self._spans.take())
 
     def _generate(

@@ -78,7 +78,8 @@ class RolloutEngine:
         self._running: dict[str, Request] = {}  # vLLM's request id -> sequence whose turn vLLM generates
         self._turns = turns
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
-        self._eos_ids, self._meter = list(eos_ids), PassMeter(spans)
+        self._eos_ids = list(eos_ids)
+        self._meter = PassMeter(spans)
         self.llm = start_vllm(
             model_path,
             config,
@@ -406,7 +407,8 @@ class PassMeter:
     """
 
     def __init__(self, spans: SpanRecorder | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._spans, self._clock = spans, clock
+        self._spans = spans
+        self._clock = clock
         self._lock = threading.Lock()  # guards the sum
         self._busy_s = 0.0
         self.n_passes = 0  # finished since the start
@@ -425,5 +427,6 @@ class PassMeter:
     def pop_busy_s(self) -> float:
         """Return and reset the seconds in passes since the last call."""
         with self._lock:
-            busy_s, self._busy_s = self._busy_s, 0.0
+            busy_s = self._busy_s
+            self._busy_s = 0.0
         return busy_s

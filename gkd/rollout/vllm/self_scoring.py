@@ -69,7 +69,8 @@ def prompt_logprobs(
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine, results = llm.llm_engine, dict[str, tuple[np.ndarray, np.ndarray]]()
+    engine = llm.llm_engine
+    results = dict[str, tuple[np.ndarray, np.ndarray]]()
     names = [f"score {i}" for i in range(len(rollouts))]
     added: list[str] = []
     try:
@@ -88,7 +89,8 @@ def prompt_logprobs(
             for output in engine.step():
                 if output.finished:
                     flat = output.prompt_logprobs  # nothing for the first token
-                    shape, rollout = (len(output.prompt_token_ids) - 1, 1 + n_top), by_name[output.request_id]
+                    shape = (len(output.prompt_token_ids) - 1, 1 + n_top)
+                    rollout = by_name[output.request_id]
                     last = slice(shape[0] - len(rollout.response_ids), None)
                     ids = np.array(flat.token_ids, np.int32).reshape(shape)[last]
                     logprobs = np.array(flat.logprobs, np.float32).reshape(shape)[last]

@@ -18,7 +18,8 @@ from gkd.errors import ClusterError, ConfigError
 from gkd.memory.states import GRADS, PARAMS, States
 from gkd.memory.usage import read_usage, trim_heap
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
 
 
@@ -31,7 +32,8 @@ class SleepState:
     """
 
     def __init__(self, call: Callable[..., list[Any]], *, enabled: bool) -> None:
-        self._call, self._enabled = call, enabled
+        self._call = call
+        self._enabled = enabled
         self._asleep: set[str] = set()
         self._discarded = False  # the weights were discarded, and no new version has been loaded since
         self._incomplete: set[str] = set()  # contents whose transfer began and has not ended
@@ -238,7 +240,8 @@ class SleepMixin:
             yield from model.buffers()
 
     def _gkd_release(self, tags: list[str], level: int) -> None:
-        weights, model = list(self._gkd_tensors(WEIGHTS)), self.model_runner.get_model()
+        weights = list(self._gkd_tensors(WEIGHTS))
+        model = self.model_runner.get_model()
         self._gkd_asleep: dict[str, States] = getattr(self, "_gkd_asleep", {})
         for tag in tags:
             # The names are those of `States`: parameters are copied to the host, gradients are not.

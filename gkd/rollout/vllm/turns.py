@@ -56,13 +56,15 @@ class Turns:
     def ended(self, request: Request, finish_reason: str) -> None:
         """Note that vLLM has finished a turn, with "stop" or "length"."""
         self._continued.pop(request.key, None)
-        is_cut, text = finish_reason == "length", self._delta.text(request.ids[-1])
+        is_cut = finish_reason == "length"
+        text = self._delta.text(request.ids[-1])
         request.messages.append({"role": "assistant", "content": text})
         self._open[request.key] = _Open(request, "length" if is_cut else "")
         if is_cut:  # the environment would read half of a turn
             self._environments.end(request.key)
             return
-        sampling, row = request.sampling, request.prompt.row
+        sampling = request.sampling
+        row = request.prompt.row
         assert row is not None  # preflight keeps the rows
         seed = sequence_seed(sampling.seed, request.sample_index)
         self._environments.step(request.key, row, seed, text)

@@ -323,7 +323,8 @@ def _all_gather(tensor: torch.Tensor, dim: int, replicas: int = 1) -> torch.Tens
 # fuses. The scale is part of B. New factors replace the old ones in place, so requests in flight need no change.
 
 
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+_A = ".lora_A.weight"
+_B = ".lora_B.weight"
 
 
 class EngineAdapters:
@@ -374,7 +375,9 @@ class EngineAdapters:
                 if layer in self._sent:
                     name, rank = self._sent[layer]
                     a, b = (stacked[number][0, 0] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
-                    a, b, base = a[:rank], b[:, :rank], module.base_layer
+                    a = a[:rank]
+                    b = b[:, :rank]
+                    base = module.base_layer
                     # vLLM splits the factors that are next to the split side of a layer.
                     if isinstance(base, RowParallelLinear):
                         a = _all_gather(a, dim=1)
@@ -447,7 +450,8 @@ def _swiglu(x: Tensor) -> Tensor:
 
 def _swiglu_oai(x: Tensor) -> Tensor:
     """Return the activation of gpt-oss, whose columns of gate and up alternate."""
-    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    gate = x[..., ::2].clamp(max=7.0)
+    up = x[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(gate * 1.702)
 
 

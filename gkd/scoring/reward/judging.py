@@ -23,7 +23,8 @@ from gkd.hosts import Died, Host, wait_for_messages
 from gkd.scoring.reward.worker import Case, Start, Value
 from gkd.types import Rollout
 
-TRAINING, VALIDATION = "training", "validation"
+TRAINING = "training"
+VALIDATION = "validation"
 
 
 def student_tokenizer(config: Config) -> Any:

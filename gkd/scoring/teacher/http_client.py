@@ -40,12 +40,14 @@ _TICK_S = 0.2
 _PING_S = 1.0
 _CONNECT_S = 2.0
 _CLOSE_S = 5.0
-_RETRY_S, _LONGEST_RETRY_S = 0.05, 2.0
+_RETRY_S = 0.05
+_LONGEST_RETRY_S = 2.0
 _PASSING = frozenset({0, 408, 425, 429, 500, 502, 503, 504})  # 0: no reply
 _MOST_FAILURES = 5  # replies 500 to a request before it fails; a server that ends sends some, too
 _SHOWN = 300  # characters of a server's error
 # Nats by which logprobs of the probe may move: they are not alone at the server, and kernels may depend on the batch.
-_SAME, _MARGIN = 0.05, 4.0
+_SAME = 0.05
+_MARGIN = 4.0
 T = TypeVar("T")
 
 
@@ -78,10 +80,14 @@ class HttpTeacher:
         probe: Probe | None = None,
         outage_budget_s: float | None = None,
     ) -> None:
-        self._teacher, self._k, self._n_vocab, self._model = teacher, k, n_vocab or MAX_ID + 1, model
+        self._teacher = teacher
+        self._k = k
+        self._n_vocab = n_vocab or MAX_ID + 1
+        self._model = model
         self._probe = probe
         self._urls = [url.rstrip("/") for url in teacher.url]
-        self._next_url, self._next_ping = itertools.cycle(self._urls), itertools.cycle(self._urls)
+        self._next_url = itertools.cycle(self._urls)
+        self._next_ping = itertools.cycle(self._urls)
         self._api_key = _api_key(teacher.api_key_env)
         budget_s = teacher.outage_budget_s if outage_budget_s is None else outage_budget_s
         self._clock = OutageClock(outage_budget_s=budget_s, stall_budget_s=budget_s + teacher.request_timeout_s)
@@ -140,7 +146,8 @@ class HttpTeacher:
             self.info()
         asked = []
         for rollout in rollouts:
-            name, sent = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}", rollout.for_teacher()
+            name = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
+            sent = rollout.for_teacher()
             check_own(sent, name)
             tokens = [*sent.prompt_ids.tolist(), *sent.response_ids.tolist()]
             topk = "topk" in signals
@@ -227,13 +234,15 @@ class HttpTeacher:
 
     async def _listen(self, gone: asyncio.Future[TeacherError]) -> None:
         """Ping while requests are pending, and end them when a budget is spent."""
-        clock, next_s = self._clock, 0.0
+        clock = self._clock
+        next_s = 0.0
         interval_s = min(_PING_S, clock.outage_budget_s / 4)
         ping: asyncio.Future[None] | None = None
         try:
             while not (problem := clock.problem()) and not gone.done():
                 if clock.now_s >= next_s and (ping is None or ping.done()):
-                    next_s, ping = clock.now_s + interval_s, asyncio.ensure_future(self._ping())
+                    next_s = clock.now_s + interval_s
+                    ping = asyncio.ensure_future(self._ping())
                 await asyncio.sleep(_TICK_S)
                 clock.tick()
         finally:
@@ -312,14 +321,16 @@ class HttpTeacher:
 
     async def _compare(self, url: str, probe: Probe) -> tuple[int, bytes]:
         self._unproved.discard(url)  # a failure from now on adds it again
-        is_same, asked = False, Asked("the probe of the start", list(probe.token_ids), 1, 0, with_sampled=True)
+        is_same = False
+        asked = Asked("the probe of the start", list(probe.token_ids), 1, 0, with_sampled=True)
         path, body = request_of(self._teacher.dialect, self._model, asked)
         try:
             status, content = await self._exchange("POST", url + path, body)
             if status == 200:
                 found = scores_of(self._teacher.dialect, content, asked, self._n_vocab).sampled_logprobs
                 assert found is not None, "they were requested"
-                moved, most = float(np.abs(found - probe.logprobs).max()), max(_SAME, _MARGIN * probe.noise)
+                moved = float(np.abs(found - probe.logprobs).max())
+                most = max(_SAME, _MARGIN * probe.noise)
                 if moved > most:
                     problem = f"other weights than at the start: logprobs of its probe moved by {moved:.3g} nats"
                     fix = "serve the old model again, and resume the run"

@@ -193,11 +193,14 @@ def _check_distinct(body: bytes, rows: _VllmRows) -> None:
 
 def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the tables of K entries: by rank, and the token itself at its place or in addition."""
-    tokens, listed, kept = asked.tokens, [], set((asked.n_prompt + asked.rows).tolist())
+    tokens = asked.tokens
+    listed = []
+    kept = set((asked.n_prompt + asked.rows).tolist())
     if len(rows) != len(tokens) or rows[0] is not None:
         raise ValueError(f"{len(rows)} rows of {len(tokens)} tokens, the first of which has none")
     for position in range(1, len(tokens)):
-        row, token = rows[position], tokens[position]
+        row = rows[position]
+        token = tokens[position]
         own = None if row is None else row.get(token)
         if row is None or own is None:
             raise ValueError(f"position {position} does not list its token {token}")
@@ -212,7 +215,9 @@ def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.
 
 
 def _sglang_tables(meta: _Meta, asked: Asked, n_vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    own, top, listed = meta.input_token_logprobs, meta.input_top_logprobs or [], []
+    own = meta.input_token_logprobs
+    top = meta.input_top_logprobs or []
+    listed = []
     expected = asked.tokens[asked.n_prompt - 1 :]
     # SGLang writes 0 in place of the last id of its vocabulary: it takes ids from there on for ids of images.
     written = [0 if token == n_vocab - 1 else token for token in expected]
@@ -221,7 +226,9 @@ def _sglang_tables(meta: _Meta, asked: Asked, n_vocab: int) -> tuple[np.ndarray,
     if asked.k and len(top) != len(expected):
         raise ValueError(f"{len(top)} lists for {len(expected)} tokens")
     for row in (1 + asked.rows).tolist():
-        logprob, token, entries = own[row][0], expected[row], (top[row] or [] if asked.k else [])
+        logprob = own[row][0]
+        token = expected[row]
+        entries = top[row] or [] if asked.k else []
         if logprob is None or len(entries) != asked.k:
             raise ValueError(f"response position {row - 1}: logprob {logprob}, {len(entries)} of {asked.k} entries")
         at = {i: listed_at for listed_at, i, _ in entries}

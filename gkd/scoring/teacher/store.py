@@ -80,7 +80,8 @@ class ScoreStore:
 
     def __init__(self, folder: Path, wire: Wire = "fp32") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._wire = folder, wire
+        self._folder = folder
+        self._wire = wire
         self._lock = threading.Lock()
         self._places: dict[bytes, _Place] = {}
         self._ends: dict[Path, int] = {}  # file -> place of its next record
@@ -215,7 +216,8 @@ _SIZE = struct.Struct("<I")
 
 def packed(rollout: Rollout, scores: TeacherScores, wire: Wire) -> bytes:
     """Return the record of a sequence, whose scores arrived in the precision `wire`."""
-    n_rows, matrix = rollout.n_own, scores.hidden if scores.logits is None else scores.logits
+    n_rows = rollout.n_own
+    matrix = scores.hidden if scores.logits is None else scores.logits
     common: dict[str, Any] = {"request_id": NO_REQUEST, "token_digest": _digest(rollout), "n_rows": n_rows}
     common |= {"model_fingerprint": "", "worker": "", "checksums": [], "queue_s": 0.0, "compute_s": 0.0}
     header: ScoreReply | RowsReply
@@ -225,7 +227,8 @@ def packed(rollout: Rollout, scores: TeacherScores, wire: Wire) -> bytes:
         header = RowsReply(**common)
         frames = cut_planes(rows_planes(header), {"rows": matrix})
     else:
-        table, sampled = scores.topk, scores.sampled_logprobs
+        table = scores.topk
+        sampled = scores.sampled_logprobs
         counts = None if table is None else table.counts
         k = 0 if table is None else table.ids.shape[1]
         header = ScoreReply(
@@ -251,7 +254,8 @@ def unpacked(body: bytes, rollout: Rollout) -> TeacherScores:
     """Return the scores in a record. Raises CheckpointError: it is damaged, or of another sequence."""
     try:
         (n_head,) = _SIZE.unpack_from(body)
-        header, rest = replies.decode(body[_SIZE.size : _SIZE.size + n_head]), memoryview(body)[_SIZE.size + n_head :]
+        header = replies.decode(body[_SIZE.size : _SIZE.size + n_head])
+        rest = memoryview(body)[_SIZE.size + n_head :]
         if not isinstance(header, ScoreReply | RowsReply):
             raise ProtocolError(f"a record holds {type(header).__name__}")
         if header.token_digest != _digest(rollout) or header.n_rows != rollout.n_own:

@@ -21,7 +21,9 @@ TENTHS = tuple(f"tenth {i}" for i in range(1, 11))
 GROUPS = {"kind": KINDS, "position": TENTHS, "agreement": (SAME, OTHER, SURE_OF_OTHER)}
 N_LARGEST = 3
 # Limits of the first line: a smaller KL does not count as a gap; a group with more than this share of it is named.
-NO_GAP, END_SHARE, SURE_SHARE = 0.005, 0.3, 0.3
+NO_GAP = 0.005
+END_SHARE = 0.3
+SURE_SHARE = 0.3
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class Evaluation:
 
     def shares(self, name: str) -> tuple[float, float]:
         """Return a group's share of the KL (0 if there is none), and of the tokens."""
-        group, n = self.groups[name], self.n + (self.n_observed if name in KINDS else 0)
+        group = self.groups[name]
+        n = self.n + (self.n_observed if name in KINDS else 0)
         return group.kl / self.kl if self.kl > 0 else 0.0, group.n / max(n, 1)
 
     def finding(self) -> str:
@@ -93,7 +96,8 @@ def evaluations(run: Run) -> list[Evaluation]:
 
 def read_evaluation(step: int, file: Path, texts: TokenTexts, *, is_first: bool) -> Evaluation:
     """Return the groups of one file of token_losses/. Raises CheckpointError: it is damaged or empty."""
-    found, kind_of = Evaluation(step, texts, is_first), functools.cache(lambda token: kind(texts.token(token)))
+    found = Evaluation(step, texts, is_first)
+    kind_of = functools.cache(lambda token: kind(texts.token(token)))
     missing: dict[str, None] = {} if texts.file else {"no tokenizer at model.path: kinds are those of ids": None}
     records = list(json_lines(file))
     if not records:
@@ -109,7 +113,9 @@ def read_evaluation(step: int, file: Path, texts: TokenTexts, *, is_first: bool)
 
 
 def _add(found: Evaluation, record: dict[str, Any], kind_of: Callable[[int], str], missing: dict[str, None]) -> None:
-    ids, values, choices = record["response_ids"], record["values"], record.get("choices") or ()
+    ids = record["response_ids"]
+    values = record["values"]
+    choices = record.get("choices") or ()
     observed = set(record.get("observed") or ())
     own = [i for i in range(len(ids)) if i not in observed]
     name = next(name for name in (*COLORS, None) if name is None or name in values)
@@ -122,7 +128,8 @@ def _add(found: Evaluation, record: dict[str, Any], kind_of: Callable[[int], str
         missing["no choices of the teacher: agreement is unknown"] = None
     if "ended" not in values:
         missing["no `ended` in the records: end tokens count by their text"] = None
-    ends, entropies = values.get("ended") or [0.0] * len(own), values.get("student_entropy") or [math.inf] * len(own)
+    ends = values.get("ended") or [0.0] * len(own)
+    entropies = values.get("student_entropy") or [math.inf] * len(own)
     paired = values.get("paired") or [1.0] * len(own)
     if not all(paired):
         missing["tokens without a pair are left out (teacher.tokenizer)"] = None

@@ -165,7 +165,8 @@ def extremes(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
     if n <= max_points:
         return curve
     buckets = _buckets(curve, max(max_points // 2, 1))
-    base, is_lost = np.arange(len(buckets)) * buckets.shape[1], np.isnan(buckets)
+    base = np.arange(len(buckets)) * buckets.shape[1]
+    is_lost = np.isnan(buckets)
     lowest = base + np.where(is_lost, np.inf, buckets).argmin(axis=1)
     highest = base + np.where(is_lost, -np.inf, buckets).argmax(axis=1)
     lost = (base + is_lost.argmax(axis=1))[is_lost.any(axis=1)]

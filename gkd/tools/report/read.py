@@ -132,7 +132,8 @@ def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
         problem = f"the folder {folder.absolute()} does not exist."
         raise ConfigError("RUN", str(folder), problem, "give the folder of a run (trainer.run_dir).")
-    metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
+    metrics = folder / "metrics.jsonl"
+    config = folder / "config.yaml"
     if not metrics.is_file():
         fix = "give the folder of a run (trainer.run_dir); a run writes this file when it starts."
         raise ConfigError("RUN", str(folder), "it has no metrics.jsonl.", fix)

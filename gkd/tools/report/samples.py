@@ -122,9 +122,11 @@ def browser(run: Run, n_runs: int = 1) -> dict[str, Any]:
     Raises:
         CheckpointError: a file of token_losses/ or samples/, or the tokenizer, is damaged.
     """
-    texts, most = TokenTexts(run), max(MAX_EVALUATIONS // n_runs, 2)
+    texts = TokenTexts(run)
+    most = max(MAX_EVALUATIONS // n_runs, 2)
     images = Thumbnails(run, MAX_IMAGES // n_runs)
-    kept, written = run.step_files("token_losses"), run.step_files("samples")
+    kept = run.step_files("token_losses")
+    written = run.step_files("samples")
     used: set[int] = set()
     shown = {step: _texts(written[step], texts, images) for step in evenly(list(written), most)}
     responses = {step: _responses(kept[step], texts, images, used) for step in evenly(list(kept), most)}
@@ -145,7 +147,9 @@ def _responses(file: Path, texts: TokenTexts, images: Thumbnails, used: set[int]
     """Return the responses of one evaluation by prompt and sample; adds the ids of their tokens to `used`."""
     found: dict[str, dict[str, Any]] = {}
     for record in _first(file, MAX_RESPONSES, ("prompt_id", "sample_index", "response_ids", "values")):
-        ids, values, observed = record["response_ids"][:MAX_TOKENS], record["values"], set(record.get("observed", ()))
+        ids = record["response_ids"][:MAX_TOKENS]
+        values = record["values"]
+        observed = set(record.get("observed", ()))
         own = [i for i in range(len(ids)) if i not in observed]  # the tables have a row for each of these
         rows = record.get("choices", ())[: len(own)]
         choices = _spread([[(token, round(p, 4), round(q, 4)) for token, p, q in row] for row in rows], own, ids)
