@@ -95,6 +95,7 @@ def _keys(loss: str, n_ranks: int) -> list[str]:
         "function": ("exact_match", "length"),
         "route": ("code", "math"),
         "turn": ("1", "2"),
+        "key": ("rollout.temperature",),
     }
     values = {name: chosen.get(name, all_) for name, all_ in PLACEHOLDERS.items()}
     assert not any(isinstance(options, str) for options in values.values()), "a pattern"
