@@ -7,7 +7,8 @@ it. All later stages use token ids.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,14 +124,15 @@ def load_prompts(
     prompts: list[Prompt] = []
     config, dropped, converted = reader.config, 0, Counter[str]()
     refused: list[tuple[str, ConfigError]] = []
-    rows = _rows_until_error(files, key, None if keep_rows else reader.reads, refused)
-    with driver.doing(f"tokenizing {key}, row"):
+    columns = None if keep_rows else reader.reads
+    rows = (found for file in files for found in read_rows(file, key, columns))
+    with driver.doing(f"tokenizing {key}, row"), _collected(refused, key):
         for row_id, (where, row) in enumerate(rows):
             if row_id % _REPORT_ROWS == 0:
                 driver.done(row_id)
             if len(refused) == _MOST_REFUSED:
                 break
-            try:
+            with _collected(refused, where):
                 read = reader.read(row, where)
                 converted.update({form for part in read.parts if (form := part.converted)})
                 prompt = reader.fit(read.prompt, where)
@@ -141,24 +143,21 @@ def load_prompts(
                 if not prompts:
                     log.info("%s: the first prompt has %d tokens: %.*s", key, len(prompt.ids), _SHOWN, prompt.text)
                 response, own = reader.response(read, row, where)
-            except ConfigError as error:
-                refused.append((where, error))
-                continue
-            prompts.append(
-                Prompt(
-                    row_id,
-                    np.asarray(prompt.ids, dtype=np.int32),
-                    reference_text(row.get(config.answer_key)),
-                    response,
-                    read.route,
-                    None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
-                    encode_row(where, reader.kept(row)) if keep_rows else None,
-                    own,
-                    read.images,
+                prompts.append(
+                    Prompt(
+                        row_id,
+                        np.asarray(prompt.ids, dtype=np.int32),
+                        reference_text(row.get(config.answer_key)),
+                        response,
+                        read.route,
+                        None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
+                        encode_row(where, reader.kept(row)) if keep_rows else None,
+                        own,
+                        read.images,
+                    )
                 )
-            )
     if refused:
-        raise _refusal(refused)
+        raise _refusal(refused) from refused[0][1].__cause__
     if not prompts:
         dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
         raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")
@@ -168,22 +167,17 @@ def load_prompts(
     return prompts, dropped
 
 
-def _rows_until_error(
-    files: Sequence[str], key: str, reads: Callable[[str], bool] | None, refused: list[tuple[str, ConfigError]]
-) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of the files. The error of a file ends them, and is added to `refused`."""
-    for file in files:
-        try:
-            yield from read_rows(file, key, reads)
-        except ConfigError as error:
-            refused.append((file, error))
-            return
+@contextmanager
+def _collected(refused: list[tuple[str, ConfigError]], where: str) -> Iterator[None]:
+    """Add the ConfigError of the block to `refused`."""
+    try:
+        yield
+    except ConfigError as error:
+        refused.append((where, error))
 
 
 def _refusal(refused: Sequence[tuple[str, ConfigError]]) -> ConfigError:
     """Return the error for refused rows: of those with the same fix the first one, and the lines of the others."""
-    if len(refused) == 1:
-        return refused[0][1]
     by_fix: dict[tuple[str, str], list[tuple[str, ConfigError]]] = {}
     for where, error in refused:
         by_fix.setdefault((error.key, error.fix), []).append((where, error))
