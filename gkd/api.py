@@ -19,7 +19,6 @@ from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys
-from gkd.config.schema_teacher import NONE
 from gkd.console.summary import Closing
 from gkd.console.terminal import Terminal
 from gkd.memory.offload_manager import state_offload_manager
@@ -70,8 +69,9 @@ def train(config: str | Path | Sequence[str | Path] | None = None, **settings: A
 
 def run(config: Config, closing: Closing) -> None:
     """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
-    if config.teacher.backend == NONE:
-        raise config.error("teacher.backend", "a run learns from a teacher.", "use another one; none is for gkd eval.")
+    from gkd.preflight.run import check_has_teacher
+
+    check_has_teacher(config)
     with Terminal(config.trainer.progress, config.trainer.run_dir) as terminal, open_pools(config) as pools:
         plan = pools.plan
         trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)

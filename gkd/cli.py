@@ -44,17 +44,19 @@ def usage() -> str:
     lines = ["usage: gkd COMMAND ...", "", "On-policy distillation. `gkd COMMAND --help` has the arguments.", ""]
     for name, (_, what, example) in COMMANDS.items():
         lines += [f"  {name:<12}{what}", f"{'':14}gkd {name} {example}"]
-    return "\n".join([*lines, '  completion  let bash complete commands and keys: eval "$(gkd completion)"'])
+    return "\n".join([*lines, '  completion  let bash complete commands, options and keys: eval "$(gkd completion)"'])
 
 
 def completion() -> str:
-    """Return a script with which bash completes the commands, and behind them keys of settings and files."""
+    """Return a script with which bash completes the commands, and behind them options, keys of settings and files."""
     from gkd.config.schema_sections import all_keys
 
     return f"""_gkd() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}"
     if [ "$COMP_CWORD" = 1 ]; then
-        COMPREPLY=($(compgen -W "{" ".join(COMMANDS)}" -- "$word"))
+        COMPREPLY=($(compgen -W "{" ".join(COMMANDS)} completion" -- "$word"))
+    elif [[ "$word" == -* ]]; then
+        COMPREPLY=($(compgen -W "$("$1" "${{COMP_WORDS[1]}}" --help 2>/dev/null | grep -oE '^  --[a-z-]+')" -- "$word"))
     else
         COMPREPLY=($(compgen -W "{" ".join(f"{name}=" for name in all_keys())}" -- "$word") $(compgen -f -- "$word"))
         case "${{COMPREPLY[0]}}" in *=) compopt -o nospace 2>/dev/null ;; esac
@@ -69,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"gkd {metadata.version('gkd')}, Python {platform.python_version()}")
         return 0
-    if words == ["completion"]:
-        print(completion())
-        return 0
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
+    if words[:1] == ["completion"]:
+        print(usage() if words[1:] else completion())
+        return 0
     if not words or words[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gkd --help | head` ends without a traceback
         print(usage(), file=sys.stdout if words else sys.stderr)

@@ -111,8 +111,16 @@ def problems(
     if wrong:
         mistakes.add(ConfigError.together(wrong))
     if config is not None:
+        with mistakes.step("teacher.backend"):
+            check_has_teacher(config)
         _Checks(config, mistakes, with_teacher=with_teacher).run()
     return mistakes.found
+
+
+def check_has_teacher(config: Config) -> None:
+    """Raise ConfigError if the teacher is none, with which a model can only be evaluated."""
+    if config.teacher.backend == NONE:
+        raise config.error("teacher.backend", "a run learns from a teacher.", "use another one; none is for gkd eval.")
 
 
 class _Checks:

@@ -67,16 +67,17 @@ def main(argv: list[str] | None = None) -> int:
         "teacher": ", ".join(dict.fromkeys(teacher.model_name for teacher in plan.teachers)),
         **{key: value for key, value in line.items() if key.startswith(("eval/", "domain/"))},
     }
-    rows = [f"{key:<28}{f'{value:.6g}' if isinstance(value, float) else value}" for key, value in shown.items()]
+    texts = {**shown, "step": "-" if step is None else step, "data": ", ".join(config.data.val_files)}
+    rows = [f"{key:<28}{f'{value:.6g}' if isinstance(value, float) else value}" for key, value in texts.items()]
     print(json.dumps(shown) if args.json else "\n".join(rows))
     return 0
 
 
-def settings(model: Path, data: Path | None, overrides: list[str], run_dir: Path, *, is_run: bool) -> Config:
+def settings(model: Path, data: str | None, overrides: list[str], run_dir: Path, *, is_run: bool) -> Config:
     """Return the settings of the run, or the defaults, without what belongs to training. Raises ConfigError."""
     own = [] if is_run else [f"model.path={model}"]
     if data is not None:
-        own += [f"data.val_files={json.dumps([str(data)])}", "eval.max_prompts=0"]
+        own += [f"data.val_files={json.dumps([data])}", "eval.max_prompts=0"]
     config = load_config(model / "config.yaml" if is_run else None, [*own, *overrides])
     files = config.data.val_files
     if not files:
@@ -103,7 +104,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser("gkd eval", description, _EXAMPLES)
     parser.add_argument("model", type=Path, metavar="RUN|FOLDER", help="run folder, model folder, or ORG/NAME")
     add_choice(parser)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="prompts and answers, as data.val_files of a run")
+    parser.add_argument("--data", metavar="FILE", help="prompts and answers, as data.val_files of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the run's")
     return parse_overrides(parser, argv)

@@ -135,6 +135,7 @@ def test_rewards_judge_the_first_row(listed: Callable[..., list[ConfigError]]) -
     [
         (["data.promt_key=x", "data.prompt_key=question"], ["data.promt_key"]),  # the key that is meant is wrong, too
         (["model.path=/none"], ["model.path"]),
+        (["teacher.backend=none", 'teacher.path=""'], ["teacher.backend"]),  # `gkd train` refuses it, too
         (["actor.tp=3", "data.prompt_key=question"], ["trainer.n_gpus_per_node", "data.prompt_key"]),
         (["distill.loss=rkl", "distill.skip_first_tokens=9"], ["distill.loss", "distill.skip_first_tokens"]),
         (["rollout.n=0", "actor.tp=3", "model.path=/none"], ["rollout.n", "trainer.n_gpus_per_node", "model.path"]),

@@ -55,13 +55,22 @@ def test_a_command_describes_itself_as_it_was_typed(name: str, tmp_path: Path) -
     assert not {"torch", "ray"} & set(done.stderr.rpartition("modules:")[2].split())
 
 
-def test_bash_completes_commands_and_keys(tmp_path: Path) -> None:
-    """Fails if the script is not one that bash can run, or leaves out a command or a key."""
+def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
+    """Fails if the script is not one that bash can run, or leaves out a command, an option or a key."""
     script = tmp_path / "script"
     script.write_text(gkd(tmp_path, "completion").stdout)
-    for words, expected in (("gkd tr", "train trace"), ("gkd train actor.optim.l", "actor.optim.lr=")):
-        typed = f'. {script}; COMP_WORDS=({words}); COMP_CWORD={words.count(" ")}; _gkd; echo "${{COMPREPLY[*]}}"'
-        assert subprocess.run(["bash", "-c", typed], capture_output=True, text=True).stdout == f"{expected}\n"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    cases = {
+        "gkd tr": "train trace",
+        "gkd comp": "completion",
+        "gkd train actor.optim.l": "actor.optim.lr=",
+        "gkd export --": "--step --best --out --push",
+    }
+    for words, expected in cases.items():
+        setting = f"COMP_WORDS=({words}); COMP_CWORD={words.count(' ')}"
+        typed = f'. {script}; {setting}; _gkd {tmp_path}/bin/gkd; echo "${{COMPREPLY[*]}}"'
+        assert subprocess.run(["bash", "-c", typed], env=env, capture_output=True, text=True).stdout == f"{expected}\n"
+    assert "gkd completion" in gkd(tmp_path, "completion", "--help").stdout
 
 
 def test_the_environment_is_described(tmp_path: Path) -> None:

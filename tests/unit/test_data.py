@@ -58,6 +58,22 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path, tokenizer: Any)
     assert as_tuples[0] == as_tuples[1] == [(0, [0, 1, 2], "x"), (1, [3, 4], None)]
 
 
+def test_the_mistakes_of_several_rows_are_in_one_error(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if a user has to start again for each wrong row, or if a file of wrong rows is read to its end."""
+    rows = [{"prompt": "a"}, {"prompt": None}, {"prompt": "b"}, {"prompt": []}, {"prompt": [{"role": "bot"}]}]
+    file = Path(jsonl(tmp_path / "p.jsonl", rows))
+    file.write_text(file.read_text() + "{not JSON\n")
+    with pytest.raises(ConfigError) as caught:
+        load([str(file)], tokenizer)
+    first, role, not_json = caught.value.parts()
+    assert f"{file}:2" in first.problem and first.fix.endswith(f"Also in {file}:4.")
+    assert f"{file}:5" in role.problem and not_json.value == f"{file}:6"
+
+    with pytest.raises(ConfigError, match=":10, and perhaps later rows.$") as caught:
+        load([jsonl(tmp_path / "q.jsonl", [{"text": "a"}] * 50)], tokenizer)
+    assert len(caught.value.parts()) == 1
+
+
 @pytest.mark.parametrize(
     ("truncation", "expected", "dropped"),
     [("left", [[1, 2, 3], [4]], 0), ("right", [[0, 1, 2], [4]], 0), ("drop", [[4]], 1)],

@@ -147,9 +147,9 @@ def test_settings_of_an_evaluation(tmp_path: Path, own: Any, overrides: list[str
     made = evaluate.settings(tmp_path / "run", None, overrides, tmp_path / "work", is_run=True)
     assert {key: made.value(key) for key in expected} == expected
     check_config(made)
-    named = evaluate.settings(tmp_path / "run", Path("w"), ["eval.max_prompts=5"], tmp_path / "work", is_run=True)
+    named = evaluate.settings(tmp_path / "run", "w", ["eval.max_prompts=5"], tmp_path / "work", is_run=True)
     assert (named.data.val_files, named.eval.max_prompts) == (["w"], 5)
-    assert evaluate.settings(tmp_path / "run", Path("w"), [], tmp_path, is_run=True).eval.max_prompts == 0
+    assert evaluate.settings(tmp_path / "run", "w", [], tmp_path, is_run=True).eval.max_prompts == 0
 
 
 def test_nothing_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +159,8 @@ def test_nothing_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert evaluate.main([str(tmp_path), "--data", "x", "teacher.server_port=9"]) == 2
     error = capsys.readouterr().err
     assert "no KL, because no teacher replies" in error and "config error: eval.metric = 'none'" in error
+    assert evaluate.main([str(tmp_path), "--data", "hf://x/y.jsonl", "teacher.backend=none", "eval.metric=length"]) == 2
+    assert "'hf://x/y.jsonl'" in capsys.readouterr().err, "a name of the hub, as data.val_files takes it"
     assert evaluate.main([str(tmp_path), "--data", "x", "--step", "3"]) == 2
     assert "config error: RUN = " in capsys.readouterr().err
 
