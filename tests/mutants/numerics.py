@@ -219,7 +219,7 @@ MUTANTS = (
         Mutant(f"cp_{name}", "gkd", old, new, ("dist/test_context_parallel.py",))
         for name, old, new in (
             ("no_exchange", "if group is not None and group.size() > 1:", "if group is not None and group.size() > 9:"),
-            ("heads_in_another_order", "found.movedim(0, 2).flatten(2, 3)", "found.movedim(0, 3).flatten(2, 3)"),
+            ("heads_in_another_order", "received.movedim(0, 2).flatten(2, 3)", "received.movedim(0, 3).flatten(2, 3)"),
             (
                 "key_heads_repeated_in_turn",
                 "tensor[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)",
