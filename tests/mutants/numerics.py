@@ -236,7 +236,7 @@ MUTANTS = (
             ("sums_of_one_rank", ".sum(dim=0), model.groups.dp_cp)", ".sum(dim=0), model.groups.dp)"),
             ("counts_of_each_rank", "self.group) / self.columns.size", "self.group)"),
             ("rows_in_rank_order", "values[rows.argsort()].split(sizes)", "values.split(sizes)"),
-            ("weights_of_a_part", "parts = columns.gather(own)", "parts = [own] * columns.size"),
+            ("weights_of_a_part", "gathered = columns.gather(local_rows)", "gathered = [local_rows] * columns.size"),
         )
     ),
     # Images: positions on grids, features after a weight sync, digests of requests, sampled placeholders.
