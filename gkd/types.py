@@ -193,8 +193,8 @@ class TokenTargets:
 
     def rows(self, rows: slice | torch.Tensor) -> TokenTargets:
         """Return these rows, views if they are a slice, without `text` and the tables of its tokens."""
-        others = () if self.text is None else ("text", "hidden", *_OF_LISTS)
-        return self._each(lambda name, table: None if name in others else table[rows])
+        left_out = () if self.text is None else ("text", "hidden", *_OF_LISTS)
+        return self._each(lambda name, table: None if name in left_out else table[rows])
 
     def on(self, device: torch.device) -> TokenTargets:
         """Move all tables to `device` except `logits` and `hidden`, which the loss moves in chunks."""
@@ -414,8 +414,8 @@ class TeacherHealth:
         silent = max(healths, key=lambda health: health.silent_s)
         newest: dict[str, TeacherHealth] = {}
         for health in healths:
-            known = newest.get(health.route, health)
-            newest[health.route] = min(known, health, key=lambda each: each.silent_s)
+            previous = newest.get(health.route, health)
+            newest[health.route] = min(previous, health, key=lambda report: report.silent_s)
         return TeacherHealth(
             silent.silent_s,
             silent.budget_s,

@@ -31,16 +31,16 @@ class ChunkInputs:
     numbers: Sequence[bytes] = ()  # numbers of the group's sequences, as in `ScoredChunk`; empty: none needed
 
     @classmethod
-    def of_parts(cls, parts: Sequence[GroupPart], layout: ParallelLayout) -> Self:
+    def of_parts(cls, group_parts: Sequence[GroupPart], layout: ParallelLayout) -> Self:
         """Return the inputs, with handles, of a rank whose data-parallel group has these parts."""
-        chunks = [part.chunk for part in parts]
+        chunks = [part.chunk for part in group_parts]
         scored = chunks if layout.is_last_stage else []
         return cls(
-            [part.sequence_indices for part in parts],
+            [part.sequence_indices for part in group_parts],
             [chunk.rollouts.ref for chunk in chunks],
             [chunk.ref for chunk in scored],
             [chunk.reference for chunk in scored if chunk.reference is not None],
-            [part.numbers for part in parts if part.numbers is not None],
+            [part.numbers for part in group_parts if part.numbers is not None],
         )
 
     def to_args(self) -> list[Any]:

@@ -131,13 +131,13 @@ class ActorPool:
         chunks = [chunk.rollouts for chunk in batch]
         groups = data_parallel_groups(len(self.workers), self._config)
         length = math.inf if self._in_step else self._attention_length
-        calls, parts = call_scattered(
+        calls, results = call_scattered(
             self.workers, "compute_logprobs", chunks, groups=groups, attention_length=length, **options
         )
         pending = Pending(calls, "compute_logprobs", self._timeout_s)
         if blocking:
             pending.wait()
-        return PendingLogprobs(pending, parts)
+        return PendingLogprobs(pending, results)
 
     def save(self, folder: Path, *, blocking: bool = False) -> None:
         self._call_and_wait("save", folder.absolute(), blocking)
@@ -188,7 +188,7 @@ class ActorPool:
 
     def last_stage_ranks(self) -> list[int]:
         """Return the first rank of each data-parallel group's last pipeline stage, by data-parallel rank."""
-        return [each.rank for each in self._layouts if each.is_last_stage and each.tp_rank == each.cp_rank == 0]
+        return [place.rank for place in self._layouts if place.is_last_stage and place.tp_rank == place.cp_rank == 0]
 
     def last_stage_nodes(self, timeout_s: float) -> list[str]:
         """Return the Ray ids of the nodes of `last_stage_ranks`."""
@@ -258,9 +258,9 @@ class PendingLogprobs:
         parts: of each chunk.
     """
 
-    def __init__(self, calls: Pending, parts: Sequence[PartialResults]) -> None:
+    def __init__(self, calls: Pending, results: Sequence[PartialResults]) -> None:
         self._calls = calls
-        self._parts = list(parts)
+        self._parts = list(results)
 
     def wait(self, timeout_s: float | None = None) -> list[list[np.ndarray]]:
         """Return for each chunk, in its order, [R] float32 of each sequence. May be repeated.
@@ -269,4 +269,4 @@ class PendingLogprobs:
         """
         self._calls.wait(timeout_s)
         results = [(part.sequence_indices, [fetch(ref, "logprobs") for ref in part.refs]) for part in self._parts]
-        return [[one for one in gather_results(*parts) if one is not None] for parts in results]
+        return [[one for one in gather_results(*result) if one is not None] for result in results]

@@ -367,6 +367,6 @@ class RankMemory:
         """Return and reset the metrics of the phases since the last call, see `Timeline.take`, of fragmentation, and of
         the allocator's calls.
         """
-        found = self.timeline.take() | self._metrics | self._counts.take()
+        metrics = self.timeline.take() | self._metrics | self._counts.take()
         self._metrics = {}
-        return found
+        return metrics

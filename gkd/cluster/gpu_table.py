@@ -155,8 +155,8 @@ def _outside(ranks: Sequence[RankPlacement], gpus: Sequence[int]) -> Iterator[Fi
         (beyond, f"GPUs outside cluster.gpus [{ids}]", start),
     ):
         if rows:
-            given = "; ".join(f"{row.label} on {row.host}: {','.join(row.ray_gpu_ids)}" for row in rows)
-            problem = f"{_with_visible(rows)} use {which}. Ray assigned {given}."
+            assigned = "; ".join(f"{row.label} on {row.host}: {','.join(row.ray_gpu_ids)}" for row in rows)
+            problem = f"{_with_visible(rows)} use {which}. Ray assigned {assigned}."
             yield Finding(kind="outside_gpus", ranks=_labels(rows), problem=problem, fix=fix)
 
 

@@ -48,12 +48,12 @@ def visible_gpus(visible: str | None, machine: Sequence[GpuInfo]) -> tuple[GpuIn
         return tuple(machine)
     gpus = []
     for entry in visible_ids(visible):
-        known = [gpu for gpu in machine if gpu.id == entry or (gpu.uuid or "").startswith(entry)]
+        matching = [gpu for gpu in machine if gpu.id == entry or (gpu.uuid or "").startswith(entry)]
         if entry.startswith("MIG-") or not machine:  # the list has no slices of GPUs
-            known = [GpuInfo(id=entry, uuid=entry if machine else None)]
-        if not known:
+            matching = [GpuInfo(id=entry, uuid=entry if machine else None)]
+        if not matching:
             break  # CUDA stops at the first id without a GPU
-        gpus.append(structs.replace(known[0], id=entry))
+        gpus.append(structs.replace(matching[0], id=entry))
     return tuple(gpus)
 
 
@@ -62,9 +62,9 @@ def parse_gpus(listing: str, processes: str = "") -> list[GpuInfo]:
     running = [line.partition(", ")[::2] for line in processes.splitlines()]
     gpus = []
     for line in listing.splitlines():
-        parts = line.split(", ")
-        if len(parts) == 6:
-            index, uuid, name, bus, *mib = parts
+        fields = line.split(", ")
+        if len(fields) == 6:
+            index, uuid, name, bus, *mib = fields
             total, free = (int(size) if size.isdecimal() else None for size in mib)
             pids = tuple(int(pid) for where, pid in running if where == uuid and pid.isdecimal())
             sizes = {"memory_total_mib": total, "memory_free_mib": free}

@@ -126,7 +126,7 @@ def shortage(nodes: Sequence[Node], pools: Sequence[PoolSpec], *, free: bool) ->
         free: compare with the free resources instead of the total.
     """
     rooms = [node.free if free else node.total for node in nodes]
-    each = ", ".join(f"{pool.name} {_nodes(pool.nnodes)} with {_amounts(pool.each_node)} each" for pool in pools)
+    needs = ", ".join(f"{pool.name} {_nodes(pool.nnodes)} with {_amounts(pool.each_node)} each" for pool in pools)
     fits = {pool.name: sum(_holds(room, [pool]) for room in rooms) for pool in pools}
     short = [pool for pool in pools if fits[pool.name] < pool.nnodes]
     that = "these free" if free else "these"
@@ -140,7 +140,7 @@ def shortage(nodes: Sequence[Node], pools: Sequence[PoolSpec], *, free: bool) ->
         f"CPU {node.total.cpus:g} ({node.free.cpus:g} free)"
         for node in nodes
     )
-    return f"required: {each}; {missing}. The cluster has {_nodes(len(nodes))}: {has or 'none'}"
+    return f"required: {needs}; {missing}. The cluster has {_nodes(len(nodes))}: {has or 'none'}"
 
 
 def _choices(

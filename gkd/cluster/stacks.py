@@ -144,29 +144,29 @@ def stacks_here(run: str, rank: str = "") -> list[RankStack]:
     Args:
         rank: the only rank to collect; empty means all.
     """
-    found = {pid: owner for pid, owner in ranks_here(run).items() if rank in ("", owner)}
-    requests = [(pid, rank, *_request_stacks(pid)) for pid, rank in found.items()]
+    ranks = {pid: owner for pid, owner in ranks_here(run).items() if rank in ("", owner)}
+    requests = [(pid, rank, *_request_stacks(pid)) for pid, rank in ranks.items()]
     deadline = time.monotonic() + _DUMP_S
     stacks = []
     for pid, rank, file, size, problem in requests:
         process = process_info(pid)
-        is_child = process is not None and found.get(process.parent) == rank
+        is_child = process is not None and ranks.get(process.parent) == rank
         stacks.append(_read_stack(pid, rank, file, size, problem, deadline, is_child))
     return sorted(stacks, key=lambda stack: (stack.rank, stack.is_child, stack.pid))
 
 
 def ranks_here(run: str) -> dict[int, str]:
     """Return {pid: rank} of the run's processes on this machine. Waits for processes that are being started."""
-    found: dict[int, str] = {}
+    ranks: dict[int, str] = {}
     unknown = list(Path("/proc").glob("[0-9]*"))
     deadline = time.monotonic() + EXEC_S
     while unknown:
         owners = {folder: _owner(folder) for folder in unknown}
         for folder, owner in owners.items():
             if owner is not None and owner.startswith(f"{run}/"):
-                found[int(folder.name)] = owner.removeprefix(f"{run}/")
+                ranks[int(folder.name)] = owner.removeprefix(f"{run}/")
         unknown = [folder for folder, owner in owners.items() if owner is None and time.monotonic() < deadline]
-    return found
+    return ranks
 
 
 def _owner(folder: Path) -> str | None:
@@ -318,25 +318,25 @@ def describe(
         late: names of the ranks or calls without a reply, see `RankTimeout`.
         silent: nodes that did not reply.
     """
-    found = {stack.rank for stack in stacks}
-    late_stacks = [stack for stack in stacks if _is_late(stack.rank, late, found | set(names))]
+    with_stack = {stack.rank for stack in stacks}
+    late_stacks = [stack for stack in stacks if _is_late(stack.rank, late, with_stack | set(names))]
     # A child without a stack, such as a helper process of a library, does not show what its rank does.
     candidates = [stack for stack in late_stacks if stack.text or not stack.is_child]
     waiting = [stack for stack in candidates if stack.in_collective]
     idle = [stack for stack in candidates if stack.is_idle]
     groups = _groups([stack for stack in candidates if not stack.in_collective and not stack.is_idle], progress)
-    others = [stack for stack in stacks if stack not in late_stacks]
+    not_late = [stack for stack in stacks if stack not in late_stacks]
     lines = [f"node {node}: no stacks received" for node in silent]
     # Ranks without a stack may be on a silent node.
-    missing = [name for name in names if name not in found] if not silent else []
+    missing = [name for name in names if name not in with_stack] if not silent else []
     lines += _limited([f"{name}: no process (not started by Ray)" for name in missing])
     lines += _limited([_group_line(group, progress) for group in groups])
     if waiting:
         lines.append(f"waiting in a collective: {_counted(waiting)}; first: {_line(waiting[0], progress)}")
     if idle:
         lines.append(f"idle: {_counted(idle)}")
-    if others:
-        lines.append(f"not late: {_counted(others)}")
+    if not_late:
+        lines.append(f"not late: {_counted(not_late)}")
     firsts = [group[0] for group in groups] or waiting[:1]
     shown = [_head(stack, progress) + stack.shown() for stack in firsts[:_NAMED]]
     return HangReport(lines, "\n".join(shown), "\n".join(_head(s, progress) + s.text for s in stacks))
@@ -365,8 +365,8 @@ def _group_line(group: Sequence[RankStack], progress: Mapping[str, Progress]) ->
 
 
 def _line(stack: RankStack, progress: Mapping[str, Progress]) -> str:
-    at = progress.get(stack.rank)
-    phase = f"{at.phase} for {at.for_s:.0f} s" if at is not None else "no progress reported"
+    reported = progress.get(stack.rank)
+    phase = f"{reported.phase} for {reported.for_s:.0f} s" if reported is not None else "no progress reported"
     return f"{stack.rank} ({stack.host}, pid {stack.pid}): {phase}; {stack.where()}"
 
 

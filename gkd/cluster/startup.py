@@ -98,8 +98,8 @@ class Startup:
                 if not self._ended.is_set():
                     log.warning("start-up progress is not available: %s", str(error))
                 return
-            self._ready |= {name for name, at in progress.items() if at.phase is Phase.READY}
-            phases = {name: at.phase for name, at in progress.items()}
+            self._ready |= {name for name, reported in progress.items() if reported.phase is Phase.READY}
+            phases = {name: reported.phase for name, reported in progress.items()}
             if not self._ended.is_set() and (phases != logged or ticks % _REPEAT_EVERY == 0):
                 log.info("%s; %.0f s left", summary(list(self._ranks), progress, self._ready), self.left_s())
                 logged = phases
@@ -117,8 +117,8 @@ def summary(names: Sequence[str], progress: Mapping[str, Progress], ready: Set[s
         groups[progress[name].phase if name in progress else "process starting"].append(name)
     groups.pop(Phase.READY, None)
     n_up = len(ready & set(names))
-    parts = [_group(ranks, phase, progress) for phase, ranks in groups.items()]
-    return f"start-up {n_up}/{len(names)} ready" + (f": {'; '.join(parts)}" if parts else "")
+    group_lines = [_group(ranks, phase, progress) for phase, ranks in groups.items()]
+    return f"start-up {n_up}/{len(names)} ready" + (f": {'; '.join(group_lines)}" if group_lines else "")
 
 
 def _group(ranks: Sequence[str], phase: Phase | str, progress: Mapping[str, Progress]) -> str:

@@ -58,9 +58,9 @@ class CallError(Exception):
     The text has no part of the call: with a marker of the template in it the trajectory would end.
     """
 
-    def __init__(self, text: str, at: int = 0) -> None:
+    def __init__(self, text: str, position: int = 0) -> None:
         super().__init__(text)
-        self.at = at
+        self.position = position
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,57 +72,57 @@ class ToolCall:
     is_text: bool = False  # the values are text as the student wrote it, not JSON
 
 
-def _json_calls(text: str, at: int, name: str = "") -> tuple[list[ToolCall], int]:
+def _json_calls(text: str, position: int, name: str = "") -> tuple[list[ToolCall], int]:
     """Read objects with a name and arguments, or lists of them; behind a name its arguments."""
     calls: list[ToolCall] = []
     more = None
     while not calls or more:
-        begin = more.end() if more else at
+        begin = more.end() if more else position
         try:
-            value, at = json.JSONDecoder().raw_decode(text, begin)
+            value, position = json.JSONDecoder().raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
             where = getattr(error, "pos", begin)
             problem = f"{getattr(error, 'msg', 'too deep, or a number too long')}: character {where - begin}"
             raise CallError(f"the call cannot be read as JSON ({problem})", where) from None
         values = [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]
-        calls += [_json_call(one, at) for one in values or [None]]
-        more = None if name else _MORE.match(text, at)
-    if _END_OF_JSON.match(text, at) is None:
-        raise CallError("the call has text behind its JSON", at)
-    return calls, at
+        calls += [_json_call(one, position) for one in values or [None]]
+        more = None if name else _MORE.match(text, position)
+    if _END_OF_JSON.match(text, position) is None:
+        raise CallError("the call has text behind its JSON", position)
+    return calls, position
 
 
-def _json_call(value: Any, at: int) -> ToolCall:
+def _json_call(value: Any, position: int) -> ToolCall:
     with suppress(AttributeError, KeyError, ValueError, RecursionError):
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):  # some models write them as JSON within JSON
             arguments = json.loads(arguments)
         if isinstance(value["name"], str) and isinstance(arguments, dict):
             return ToolCall(value["name"], arguments)
-    raise CallError('the call must be a JSON object with "name" and "arguments"', at)
+    raise CallError('the call must be a JSON object with "name" and "arguments"', position)
 
 
-def _texts(text: str, at: int, name: str, tags: tuple[str, str]) -> tuple[list[ToolCall], int]:
+def _texts(text: str, position: int, name: str, tags: tuple[str, str]) -> tuple[list[ToolCall], int]:
     """Read arguments between tags. What closes one has another one or the end of the call behind it."""
     values: dict[str, Any] = {}
     key, end = map(re.compile, tags)
-    while head := key.match(text, at):
+    while head := key.match(text, position):
         close = end.search(text, head.end())
         if close is None or head[1] in values or _ENDLESS.search(text, head.end(), close.start()):
             raise CallError("an argument of the call has no end, or stands there twice", head.end())
         values[head[1]] = text[head.end() : close.start()]
-        at = close.end()
-    if (last := _END.match(text, at)) is None:
-        raise CallError("the call has text that belongs to no argument", at)
+        position = close.end()
+    if (last := _END.match(text, position)) is None:
+        raise CallError("the call has text that belongs to no argument", position)
     return [ToolCall(name, values, is_text=True)], last.end()
 
 
-def _tagged(text: str, at: int, name: str) -> tuple[list[ToolCall], int]:
+def _tagged(text: str, position: int, name: str) -> tuple[list[ToolCall], int]:
     """Read GLM's arguments behind a name, a function in Qwen-Coder's form or with JSON, or Hermes' JSON."""
     if name:
-        return _texts(text, at, name, _GLM)
-    if (head := _FUNCTION.match(text, at)) is None:
-        return _json_calls(text, at)
+        return _texts(text, position, name, _GLM)
+    if (head := _FUNCTION.match(text, position)) is None:
+        return _json_calls(text, position)
     if text.startswith("{", head.end()):
         return _json_calls(text, head.end(), head[1])
     return _texts(text, head.end(), head[1], _PARAMETER)
@@ -139,30 +139,30 @@ def parse_calls(text: str, names: Collection[str] | None = None) -> list[ToolCal
             also behind text.
     """
     calls: list[ToolCall | CallError] = []
-    at = answer = 0  # where the text goes on, and where the answer begins
+    position = answer = 0  # where the text goes on, and where the answer begins
     while True:
         if len(calls) > _MOST:
             calls = [CallError(f"the turn has more than {_MOST} calls, and none is made")]
-            if answer or (closed := _CLOSED.search(text, at)) is None:
+            if answer or (closed := _CLOSED.search(text, position)) is None:
                 return calls
-            at = closed.start()
-        if (found := _NEXT.search(text, at)) is None:
+            position = closed.start()
+        if (mark := _NEXT.search(text, position)) is None:
             return calls
-        at = found.end()
-        is_alone = found.lastgroup == "alone"
-        if is_alone and names is not None and not (found["tool"] in names and _SPACE.fullmatch(text, answer, at)):
-            at += 1  # JSON of an answer
-        elif found.lastgroup:
-            at = _read(found.lastgroup, found, calls, thinks=not answer)
-        elif close := _THOUGHTS.get(found[0]):
-            if (end := text.find(close, at)) < 0:
+        position = mark.end()
+        is_alone = mark.lastgroup == "alone"
+        if is_alone and names is not None and not (mark["tool"] in names and _SPACE.fullmatch(text, answer, position)):
+            position += 1  # JSON of an answer
+        elif mark.lastgroup:
+            position = _read(mark.lastgroup, mark, calls, thinks=not answer)
+        elif close := _THOUGHTS.get(mark[0]):
+            if (end := text.find(close, position)) < 0:
                 return calls
-            at = answer = end + len(close)
-        elif _CLOSED.match(found[0]) and not answer:  # the prompt has opened the thoughts
+            position = answer = end + len(close)
+        elif _CLOSED.match(mark[0]) and not answer:  # the prompt has opened the thoughts
             calls.clear()
-            answer = at
-        elif found[0] in _CUT and calls and getattr(calls[-1], "is_text", False):
-            calls[-1] = CallError("a value of the call has the text that ends a call", at)
+            answer = position
+        elif mark[0] in _CUT and calls and getattr(calls[-1], "is_text", False):
+            calls[-1] = CallError("a value of the call has the text that ends a call", position)
 
 
 def _read(form: str, mark: re.Match[str], calls: list[ToolCall | CallError], thinks: bool) -> int:
@@ -170,13 +170,13 @@ def _read(form: str, mark: re.Match[str], calls: list[ToolCall | CallError], thi
     text = mark.string
     read = _tagged if form in ("block", "function") else _json_calls
     try:
-        found, end = read(text, mark.end(), mark.groupdict().get(f"{form}_name") or "")
-        calls += found
+        new_calls, end = read(text, mark.end(), mark.groupdict().get(f"{form}_name") or "")
+        calls += new_calls
     except CallError as error:
         calls.append(error)
-        last = _LAST.search(text, error.at)
+        last = _LAST.search(text, error.position)
         end = last.end() if last else len(text)
-        if thinks and (closed := _CLOSED.search(text, error.at, end)):
+        if thinks and (closed := _CLOSED.search(text, error.position, end)):
             end = closed.start()  # the mark may stand in thoughts, which end within what is left out here
     return end
 
@@ -201,20 +201,20 @@ def written_calls(tokenizer: Any, variables: dict[str, Any]) -> tuple[str, ...]:
     turns = []
     for calls, form in product((PROBE, PROBE[:1]), (dict, json.dumps)):
         functions = [{"name": call.name, "arguments": form(call.arguments)} for call in calls]
-        made = [{"id": f"call{i:05}", "type": "function", "function": one} for i, one in enumerate(functions)]
+        tool_calls = [{"id": f"call{i:05}", "type": "function", "function": one} for i, one in enumerate(functions)]
         with suppress(TemplateFailed):
             template = ChatTemplate(tokenizer, {**variables, "tools": tools})
             plain = template.render(START, generate=False)
-            message = {"role": "assistant", "content": "", "tool_calls": made}
+            message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
             whole = template.render([QUESTION, message], generate=False)
             turn = whole[len(commonprefix([plain, whole])) :]
             turns.append(turn[: len(turn) - len(commonprefix([plain[::-1], turn[::-1]]))])
     return tuple(turn for turn in turns if PROBE[0].name in turn)
 
 
-def are_probe(found: Sequence[ToolCall | CallError], turn: str) -> bool:
+def are_probe(calls: Sequence[ToolCall | CallError], turn: str) -> bool:
     """Return whether these are the calls of `PROBE` that a turn names."""
     expected = [call for call in PROBE if call.name in turn]
     texts = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in call.arguments.items()} for call in expected]
     as_text = [replace(call, arguments=text, is_text=True) for call, text in zip(expected, texts, strict=True)]
-    return [*found] in (expected, as_text)
+    return [*calls] in (expected, as_text)

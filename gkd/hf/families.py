@@ -23,7 +23,7 @@ class Family:
     n_kv_heads: int | None = None  # None: as many as there are heads
     ffn_size: int | None = None
     max_positions: int | None = None
-    others: Mapping[str, int] = field(default_factory=dict)  # key -> value
+    other_defaults: Mapping[str, int] = field(default_factory=dict)  # key -> value
     qk_norm: bool | str = False  # RMSNorm on the queries and keys of each head
     qkv_bias: bool | str = False  # bias on the q/k/v projections
     post_norm: bool = False  # OLMo 2: norms after attention and MLP, and of all queries, or keys, of a token together
@@ -44,7 +44,7 @@ class Family:
         """The values that config.json may leave out, by key."""
         keys = "num_key_value_heads", "intermediate_size", "max_position_embeddings"
         sizes = zip(keys, (self.n_kv_heads, self.ffn_size, self.max_positions), strict=True)
-        return {**{key: size for key, size in sizes if size is not None}, **self.others}
+        return {**{key: size for key, size in sizes if size is not None}, **self.other_defaults}
 
 
 _QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}

@@ -34,10 +34,10 @@ def pinned_names(config: Config, keys: Iterable[str] = (*MODELS, *FILES)) -> dic
         name = hub.find(text, log.info)
         return text if name is None else str(name.pinned())
 
-    found = _replaced(config, keys, pinned)
-    for key, value in found.items():
+    replaced = _replaced(config, keys, pinned)
+    for key, value in replaced.items():
         log.info("%s is %s on the Hugging Face hub", key, value)
-    return found
+    return replaced
 
 
 def with_local_copies(config: Config, keys: Iterable[str] = MODELS, *, weights: bool = True) -> Config:

@@ -170,8 +170,8 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
     if config.get("attention_bias") and family.qkv_bias != "attention_bias" or config.get("mlp_bias"):
         model_type = f"{model_type} with biases"  # inexact: its parameters are counted in the files
     # An architecture's default applies to a key that is left out; null stands for the generic value.
-    own = {key: value for key, value in family.defaults.items() if key not in config}
-    default = {"num_key_value_heads": n_heads, "head_dim": max(1, hidden_size // n_heads), **own}
+    family_defaults = {key: value for key, value in family.defaults.items() if key not in config}
+    default = {"num_key_value_heads": n_heads, "head_dim": max(1, hidden_size // n_heads), **family_defaults}
     n_kv_heads = _optional(config, "num_key_value_heads", default["num_key_value_heads"])
     if n_kv_heads > n_heads or kind in FAMILIES and n_heads % n_kv_heads:
         raise ModelError(
@@ -255,8 +255,8 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
         scale = config.get("routed_scaling_factor", 1.0)
         fits = n % groups[0] == 0 and n >= 2 * groups[0]
         if not (fits and n_active * groups[0] <= n * groups[1] <= n * groups[0] and isinstance(scale, int | float)):
-            found = f"n_group = {groups[0]}, topk_group = {groups[1]}, routed_scaling_factor = {scale!r}"
-            raise ModelError(f"config.json of a {model_type} model: {found} do not fit {n_active} of {n} experts.")
+            grouping = f"n_group = {groups[0]}, topk_group = {groups[1]}, routed_scaling_factor = {scale!r}"
+            raise ModelError(f"config.json of a {model_type} model: {grouping} do not fit {n_active} of {n} experts.")
         moe = replace(moe, shared_size=n_shared * ffn_size, groups=(groups[0], groups[1]), scale=float(scale))
     return moe if any(layers) else None
 
@@ -400,9 +400,9 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
     if family.qkv_bias == "attention_bias":
         del supported["attention_bias"]
     for key, value in supported.items():
-        found = config_json.get(key, value)
-        if (found or value) != value:
-            problem = f"{where}: {key} = {found!r} is not supported by {strategy}, only {value!r}."
+        saved_value = config_json.get(key, value)
+        if (saved_value or value) != value:
+            problem = f"{where}: {key} = {saved_value!r} is not supported by {strategy}, only {value!r}."
             raise ModelError(problem, _OTHER_BACKEND)
     kinds = ("full_attention", *(("sliding_attention",) if family.is_gemma else ()))
     if any(kind not in kinds for kind in config_json.get("layer_types") or ()):

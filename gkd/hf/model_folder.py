@@ -57,10 +57,10 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
     if dims.is_exact and "vision_config" not in config_json:
         return ModelFolder(config_json, dims, None)
     tensors = tensor_shapes(Path(local_path(str(path), key)))
-    own = _language_model(tensors, dims.n_layers) if "text_config" in config_json else tensors
-    others = (prod(shape) for name, shape in tensors.items() if name not in own and "mtp" not in name)
-    vision = sum(others) if "vision_config" in config_json else 0
-    return ModelFolder(config_json, dims, None if dims.is_exact else own, vision)
+    text_tensors = _language_model(tensors, dims.n_layers) if "text_config" in config_json else tensors
+    vision_sizes = (prod(shape) for name, shape in tensors.items() if name not in text_tensors and "mtp" not in name)
+    vision = sum(vision_sizes) if "vision_config" in config_json else 0
+    return ModelFolder(config_json, dims, None if dims.is_exact else text_tensors, vision)
 
 
 def read_config_json(path: str | Path, key: str) -> dict[str, Any]:
@@ -103,13 +103,13 @@ def _block(name: str) -> str:
 
 def _language_model(tensors: Tensors, n_layers: int) -> Tensors:
     """Return the tensors that a run holds: of the largest part with `n_layers` layers, and of the head."""
-    parts = Counter[str]()
+    sizes = Counter[str]()
     layers: dict[str, set[str]] = {}
     for name, shape in tensors.items():
         part = _block(name).rpartition(".")[0].rpartition(".")[0]
-        parts[part] += prod(shape)
+        sizes[part] += prod(shape)
         layers.setdefault(part, set()).add(_block(name))
-    part = max(parts, key=lambda part: (len(layers[part]) == n_layers, parts[part]))
+    part = max(sizes, key=lambda part: (len(layers[part]) == n_layers, sizes[part]))
     prefix = f"{part}." if part else ""
     return {name: shape for name, shape in tensors.items() if name.startswith(prefix) or "lm_head" in name}
 
@@ -123,10 +123,10 @@ def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
     named = (Path(path) / name for name in ("generation_config.json", "config.json"))
     generation, config = (read_json(file) if file.is_file() else {} for file in named)
     sources = (generation, config, config.get("text_config") or {})
-    found: Any = next((each for source in sources if (each := source.get("eos_token_id")) is not None), [])
-    listed = found if isinstance(found, list) else [found]
-    if any(type(each) is not int for each in listed):
-        raise ModelError(f"{path} has the eos_token_id {found!r}.", "name ids of tokens, as numbers.")
+    eos_value: Any = next((value for source in sources if (value := source.get("eos_token_id")) is not None), [])
+    listed = eos_value if isinstance(eos_value, list) else [eos_value]
+    if any(type(value) is not int for value in listed):
+        raise ModelError(f"{path} has the eos_token_id {eos_value!r}.", "name ids of tokens, as numbers.")
     ids = set(listed)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
@@ -230,15 +230,15 @@ def check_headers(
             )
 
 
-def check_prefix(folder: Path, own: Collection[str]) -> None:
+def check_prefix(folder: Path, held_names: Collection[str]) -> None:
     """Raise ModelError if the folder was saved from the backbone: transformers adds the prefix, and vLLM does not.
 
     vLLM adds other prefixes: the first folders of GPT-2 and BLOOM have none.
 
     Args:
-        own: the whole model's names of its tensors.
+        held_names: the whole model's names of its tensors.
     """
-    if any(name.partition(".")[0] in _BLOCKS and f"model.{name}" in own for name in tensor_shapes(folder)):
+    if any(name.partition(".")[0] in _BLOCKS and f"model.{name}" in held_names for name in tensor_shapes(folder)):
         problem = f'{folder}: the tensors have no prefix "model.".'
         raise ModelError(problem, "load the folder with AutoModelForCausalLM and save it again (save_pretrained).")
 
@@ -253,7 +253,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape by name of all tensors in the weight files. Raises ModelError: as above, or one is damaged."""
     with _model_errors(f"{folder}: "):
         entries = [files.read_entries(file) for file in files.weight_files(folder)]
-        return {name: entry.shape for each in entries for name, entry in each.items()}
+        return {name: entry.shape for file_entries in entries for name, entry in file_entries.items()}
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -48,13 +48,13 @@ def full_vocab_choices(
     log_p, columns = teacher_logits.topk(min(N_CHOICES, teacher_logits.shape[1]), dim=1)
     log_q = logits.gather(1, columns).to(norm_q.dtype) / temperature - norm_q[:, None]
     ids = (columns + shard.start).to(norm_q.dtype)
-    found = torch.stack([ids, (log_p - norm_p[:, None]).exp(), log_q.exp()], dim=2)
+    choices = torch.stack([ids, (log_p - norm_p[:, None]).exp(), log_q.exp()], dim=2)
     if shard.group is None:
-        return found
-    own = found.new_full((len(found), N_CHOICES, 3), -1.0)  # a rank may have fewer columns
-    own[:, : found.shape[1]] = found
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(parts, own, group=shard.group)
-    merged = torch.cat(parts, dim=1)
+        return choices
+    padded = choices.new_full((len(choices), N_CHOICES, 3), -1.0)  # a rank may have fewer columns
+    padded[:, : choices.shape[1]] = choices
+    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(gathered, padded, group=shard.group)
+    merged = torch.cat(gathered, dim=1)
     best = merged[:, :, 1].topk(N_CHOICES, dim=1).indices
     return merged.take_along_dim(best[:, :, None], dim=1)

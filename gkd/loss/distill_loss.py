@@ -267,17 +267,17 @@ class DistillLoss:
         self, logits: Tensor, targets: TokenTargets, chunk: TokenTargets, first: int, rows: slice, *, with_grad: bool
     ) -> TokenLosses:
         assert targets.text is not None and self.units is not None  # checked
-        text, at = targets.text.part(first, rows)
+        text, tokens = targets.text.part(first, rows)
         dtype = statistics_dtype(logits)
         teacher: Tensor | TeacherList
         if targets.hidden is None:
             assert targets.topk_ids is not None and targets.topk_logprobs is not None  # checked
             assert targets.sampled_logprobs is not None  # checked
-            logprobs = targets.topk_logprobs[at].to(dtype)
-            teacher = TeacherList(targets.topk_ids[at], logprobs, targets.sampled_logprobs[at].to(dtype))
+            logprobs = targets.topk_logprobs[tokens].to(dtype)
+            teacher = TeacherList(targets.topk_ids[tokens], logprobs, targets.sampled_logprobs[tokens].to(dtype))
         else:
             assert self.teacher_head is not None  # checked
-            hidden = targets.hidden[at].to(logits.device, dtype)
+            hidden = targets.hidden[tokens].to(logits.device, dtype)
             teacher = (hidden @ self.teacher_head.to(dtype).T).div_(self.spec.temperature)
         return text_losses(
             logits,
@@ -309,8 +309,8 @@ class DistillLoss:
         if student_topk is not None and self.on_choices is not None:
             losses.choices = listed_choices(targets, student_topk)
         if self.with_support:
-            own = logits[:, : self.shard.n_columns(logits.shape[1])]
-            losses.values[SUPPORT_MASS] = listed_support_mass(own, targets, rows, self.shard, self.spec.temperature)
+            valid = logits[:, : self.shard.n_columns(logits.shape[1])]
+            losses.values[SUPPORT_MASS] = listed_support_mass(valid, targets, rows, self.shard, self.spec.temperature)
         weigh(losses, targets.weights)
         return losses
 
@@ -323,8 +323,8 @@ class DistillLoss:
         """Return [N, 1], the common temperature divided by each route's; None: they are equal."""
         if not self.spec.has_temperatures or targets.routes is None:
             return None
-        own = torch.tensor(self.spec.temperatures, dtype=statistics_dtype(rows), device=rows.device)
-        return (self.spec.temperature / own)[targets.routes.to(rows.device)][:, None]
+        temperatures = torch.tensor(self.spec.temperatures, dtype=statistics_dtype(rows), device=rows.device)
+        return (self.spec.temperature / temperatures)[targets.routes.to(rows.device)][:, None]
 
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
         """Return the teacher's logits / temperature, [n, v], for this rank's columns."""
@@ -437,8 +437,8 @@ def logprobs_of_hidden(
 ) -> Tensor:
     """Compute the same from [N, H] final hidden states and the [V, H] LM head, one chunk of logits at a time."""
     step = loss.rows_per_chunk(len(head), hidden.element_size())
-    parts = [
+    logprobs = [
         logprobs_of_logits(loss, capped(F.linear(hidden[i : i + step], head, bias), cap), ids[i : i + step])
         for i in range(0, max(len(hidden), 1), step)
     ]
-    return torch.cat(parts)
+    return torch.cat(logprobs)

@@ -32,8 +32,8 @@ def forward_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Te
 
 def reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
     q = log_q.exp()
-    parts = _parts(q, log_q, log_p)
-    return parts.sum(dim=-1), parts.add_(q)
+    pointwise = _parts(q, log_q, log_p)
+    return pointwise.sum(dim=-1), pointwise.add_(q)
 
 
 def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
@@ -63,13 +63,13 @@ def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tenso
     p = log_p.exp()
     q = log_q.exp()
     log_m = _log(torch.lerp(p, q, term.alpha))
-    parts = _parts(q, log_q, log_m)
+    pointwise = _parts(q, log_q, log_m)
     share = (log_q - log_m).exp_()
-    return parts.sum(dim=-1), parts.add_(q.mul_(1.0 - term.alpha * share))
+    return pointwise.sum(dim=-1), pointwise.add_(q.mul_(1.0 - term.alpha * share))
 
 
 SLOPES: dict[str, ValueAndSlope] = {
-    each.__name__: each for each in (forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl)
+    function.__name__: function for function in (forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl)
 }
 
 
@@ -88,8 +88,8 @@ def _by_autograd(divergence: Divergence, log_q: Tensor, log_p: Tensor, term: Los
 
 def _parts(x: Tensor, log_x: Tensor, log_y: Tensor) -> Tensor:
     """Return x (log x - log y), elementwise, with 0 log 0 = 0."""
-    parts = (log_x - log_y).mul_(x)
-    return parts.masked_fill_(x == 0, 0.0)  # may be 0 * inf there
+    pointwise = (log_x - log_y).mul_(x)
+    return pointwise.masked_fill_(x == 0, 0.0)  # may be 0 * inf there
 
 
 def _log(m: Tensor) -> Tensor:

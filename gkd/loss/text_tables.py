@@ -40,8 +40,8 @@ class Side:
     ) -> None:
         vocab = ByteVocab(tokens)
         starts, bounds = vocab.ranges
-        own = (vocab.order >= start) & (vocab.order < start + n_columns)
-        n_before = np.concatenate([[0], np.cumsum(own)])
+        is_local = (vocab.order >= start) & (vocab.order < start + n_columns)
+        n_before = np.concatenate([[0], np.cumsum(is_local)])
         by_node, range_of = alike(vocab, node)
         own_alike = (by_node >= start) & (by_node < start + n_columns)
         n_alike_before = np.concatenate([[0], np.cumsum(own_alike)])
@@ -51,9 +51,9 @@ class Side:
 
         self.start = start
         self.node = tensor(node[start : start + n_columns])
-        self.columns = tensor(vocab.order[own] - start)
-        self.text = tensor(vocab.text[own])
-        self.sizes = tensor(vocab.lengths[vocab.order[own]])
+        self.columns = tensor(vocab.order[is_local] - start)
+        self.text = tensor(vocab.text[is_local])
+        self.sizes = tensor(vocab.lengths[vocab.order[is_local]])
         self.lengths = tensor(vocab.lengths)
         self.starts = tensor(starts[:-1])
         self.bounds = tensor(n_before[bounds])
@@ -82,10 +82,10 @@ class TeacherList(NamedTuple):
         # With a probability of 0 for its own token nothing could be compared behind it.
         p = torch.cat([self.logprobs, self.sampled[:, None].clamp(min=_LEAST)], dim=1).exp()
         columns = listed - side.start
-        others = (listed < 0) | (columns < 0) | (columns >= n_columns)
+        absent = (listed < 0) | (columns < 0) | (columns >= n_columns)
         out = p.new_zeros((len(p), max(1, n_columns)))
         # The larger of the two: their sum would count a token twice that is in the list, too.
-        return out.scatter_reduce_(1, columns.masked_fill(others, 0), p.masked_fill(others, 0.0), "amax")[:, :n_columns]
+        return out.scatter_reduce_(1, columns.masked_fill(absent, 0), p.masked_fill(absent, 0.0), "amax")[:, :n_columns]
 
 
 class UnitTables:

@@ -129,8 +129,8 @@ def text_losses(
         BY_NODES: torch.zeros_like(is_paired).index_fill_(0, rows[by_node], 1.0),
         CANONICAL: text.canonical.to(norm.dtype),
     }
-    at = text.teacher_row[begins.clamp(min=0)] if len(rows) else begins.clamp(min=0)
-    ended = teacher.sums[at, tables.end_node] if len(teacher.sums) else torch.zeros_like(is_paired)
+    teacher_rows = text.teacher_row[begins.clamp(min=0)] if len(rows) else begins.clamp(min=0)
+    ended = teacher.sums[teacher_rows, tables.end_node] if len(teacher.sums) else torch.zeros_like(is_paired)
     add_ends(losses, targets, ended.masked_fill(begins < 0, 0.0))
     if with_choices:
         losses.choices = _choices(student, teacher, text, begins, n_before, tables)
@@ -232,64 +232,64 @@ class _Model:
             where: [P] bool, positions to compute it for; others get 1.
         """
         shares = self._p.new_ones(len(self.row))
-        at = torch.nonzero(where & ~self.is_first).flatten()
-        before = self._ids[self.row[at] - 1]
-        shares[at[self._side.is_open[before]]] = 0.0
-        at = at[~(self._side.is_alone | self._side.is_open)[before]]
-        rows = self.row[at] - 1
+        positions = torch.nonzero(where & ~self.is_first).flatten()
+        before = self._ids[self.row[positions] - 1]
+        shares[positions[self._side.is_open[before]]] = 0.0
+        positions = positions[~(self._side.is_alone | self._side.is_open)[before]]
+        rows = self.row[positions] - 1
         ids = self._ids[rows]
-        sums = self._p.new_zeros((len(at), 2))
+        sums = self._p.new_zeros((len(positions), 2))
         for asked, columns, _ in self._entries(self._side.alike[ids], self._side.alike_columns):
-            found = self._p[rows[asked], columns]
-            sums[:, 0].index_add_(0, asked, found)
-            sums[:, 1].index_add_(0, asked, found * (columns + self._side.start == ids[asked]))
+            mass = self._p[rows[asked], columns]
+            sums[:, 0].index_add_(0, asked, mass)
+            sums[:, 1].index_add_(0, asked, mass * (columns + self._side.start == ids[asked]))
         sums = self._reduced(sums)
-        shares[at] = sums[:, 1] / sums[:, 0].clamp(min=torch.finfo(sums.dtype).tiny)
+        shares[positions] = sums[:, 1] / sums[:, 0].clamp(min=torch.finfo(sums.dtype).tiny)
         return shares
 
-    def first_bytes(self, at: Tensor) -> Tensor:
+    def first_bytes(self, positions: Tensor) -> Tensor:
         """Return the mass of the tokens with each first byte in the rows of some positions: [A, `_OUTCOMES`]."""
-        out = self.sums.new_zeros((len(at), _OUTCOMES))
-        return out.index_add_(1, self._tables.first_byte, self.sums[self.row[at]])
+        out = self.sums.new_zeros((len(positions), _OUTCOMES))
+        return out.index_add_(1, self._tables.first_byte, self.sums[self.row[positions]])
 
-    def masses(self, at: Tensor) -> Tensor:
+    def masses(self, positions: Tensor) -> Tensor:
         """Return the mass of the tokens that begin with given bytes, by their next byte: [A, `_OUTCOMES`].
 
         Inside a token the bytes are those of the token in front of the position, in its row; at the beginning of one
         all bytes of the token before it, in the row of that. The last column is the mass of exactly these bytes.
         """
-        begins = self.depth[at] == 0
-        rows = self.row[at] - begins.long()
+        begins = self.depth[positions] == 0
+        rows = self.row[positions] - begins.long()
         ids = self._ids[rows.clamp(min=0)]
-        depth = torch.where(begins, self._side.lengths[ids], self.depth[at])
+        depth = torch.where(begins, self._side.lengths[ids], self.depth[positions])
         # A first position has no token before it: whatever stands there is not used, and may have no bytes.
         place = (self._side.starts[ids] + (depth - 1).clamp(min=0)).clamp(max=len(self._side.bounds) - 1)
         bounds = self._side.bounds[place]
         untold = ~begins & (depth >= self._side.lengths[ids])  # bytes behind the string of a unit
-        bounds = torch.where((self.is_first[at] | (depth == 0) | untold)[:, None], 0, bounds)
-        self._asked = rows, depth, bounds, at
-        out = self._p.new_zeros(len(at) * _OUTCOMES)
+        bounds = torch.where((self.is_first[positions] | (depth == 0) | untold)[:, None], 0, bounds)
+        self._asked = rows, depth, bounds, positions
+        out = self._p.new_zeros(len(positions) * _OUTCOMES)
         for asked, columns, places in self._entries(bounds, self._side.columns):
             slot = self._slots(asked, places, depth)
             out.index_add_(0, asked * _OUTCOMES + slot, self._p[rows[asked], columns])
-        self._masses = self._reduced(out.view(len(at), _OUTCOMES))
+        self._masses = self._reduced(out.view(len(positions), _OUTCOMES))
         return self._masses
 
-    def tells(self, at: Tensor) -> Tensor:
+    def tells(self, positions: Tensor) -> Tensor:
         """Return whether the next byte at some positions is known well enough, [A] bool; always without a list."""
         if self.missing is None:
-            return torch.ones_like(at, dtype=torch.bool)
-        found = self.masses(at).sum(dim=1)
-        rows = self.row[at]
-        is_listed = found >= SAFE_SHARE * (found + self.missing[rows])
+            return torch.ones_like(positions, dtype=torch.bool)
+        listed_mass = self.masses(positions).sum(dim=1)
+        rows = self.row[positions]
+        is_listed = listed_mass >= SAFE_SHARE * (listed_mass + self.missing[rows])
         # What is longer than a token of an open unit is not known.
-        is_open = self._side.is_open[self._ids[(rows - 1).clamp(min=0)]] & ~self.is_first[at]
-        return torch.where(self.depth[at] == 0, ~is_open, is_listed)
+        is_open = self._side.is_open[self._ids[(rows - 1).clamp(min=0)]] & ~self.is_first[positions]
+        return torch.where(self.depth[positions] == 0, ~is_open, is_listed)
 
-    def add_gradient(self, at: Tensor, grad_first_bytes: Tensor, grad_masses: Tensor) -> None:
+    def add_gradient(self, positions: Tensor, grad_first_bytes: Tensor, grad_masses: Tensor) -> None:
         """Take the derivatives in `first_bytes` and in the last result of `masses`."""
         by_row = torch.zeros((len(self.sums), _OUTCOMES), dtype=self.sums.dtype, device=self.sums.device)
-        by_row.index_add_(0, self.row[at], grad_first_bytes)
+        by_row.index_add_(0, self.row[positions], grad_first_bytes)
         self.grad_sums += by_row[:, self._tables.first_byte]
         self._grad_masses = grad_masses
 
@@ -337,74 +337,74 @@ class _Model:
 
 
 def _compare_nodes(
-    sums: Tensor, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
+    sums: Tensor, student: _Model, teacher: _Model, places: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
 ) -> None:
     """Add the divergences over nodes at some positions, and their gradients."""
     tiny = torch.finfo(student.sums.dtype).tiny
     terms = [(term, value_and_slope(term.name)) for term in spec.divergences]
-    for some in pieces(student.sums.new_empty((len(at), 1)).expand(len(at), student.sums.shape[1])):
-        part = at[some]
+    for some in pieces(student.sums.new_empty((len(places), 1)).expand(len(places), student.sums.shape[1])):
+        part = places[some]
         row = rows[part]
         of_student = student.row[part]
         q = student.sums[of_student]
         p = teacher.sums[teacher.row[part]]
         if teacher.missing is not None:  # outcomes that are not listed are compared as part of `REST`
-            others = p <= 0
-            others[:, REST] = False
-            q[:, REST] += (q * others).sum(dim=1)
-            q.masked_fill_(others, 0.0)
+            unlisted = p <= 0
+            unlisted[:, REST] = False
+            q[:, REST] += (q * unlisted).sum(dim=1)
+            q.masked_fill_(unlisted, 0.0)
         log_q = q.clamp(min=tiny).log_()
         log_p = p.clamp(min=tiny).log_()
         values = [forward_kl(log_q, log_p, PLAIN), torch.minimum(p, q).sum(dim=-1), torch.ones_like(weights[row])]
         slope = torch.zeros_like(log_q)
         for i, (term, divergence) in enumerate(terms):
-            value, each = divergence(log_q, log_p, term)
+            value, term_slope = divergence(log_q, log_p, term)
             values.insert(i, value)
-            slope.add_(each, alpha=term.weight)
+            slope.add_(term_slope, alpha=term.weight)
         sums.index_add_(0, row, torch.stack(values, dim=1))
         slope.mul_(weights[row, None]).div_(q.clamp_(min=tiny))
         if teacher.missing is not None:
-            slope = torch.where(others, slope[:, REST, None], slope)
+            slope = torch.where(unlisted, slope[:, REST, None], slope)
         student.grad_sums.index_add_(0, of_student, slope)
 
 
 def _compare_text(
-    sums: Tensor, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
+    sums: Tensor, student: _Model, teacher: _Model, places: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
 ) -> None:
     """Add the divergences over the next byte at some positions, and their gradients."""
-    at = at[teacher.tells(at)]
+    places = places[teacher.tells(places)]
     sides = []
     for model in (student, teacher):
-        begins = (model.depth[at] == 0)[:, None]
-        sides.append((model.first_bytes(at), model.masses(at), begins, begins & ~model.is_first[at, None]))
+        begins = (model.depth[places] == 0)[:, None]
+        sides.append((model.first_bytes(places), model.masses(places), begins, begins & ~model.is_first[places, None]))
     # Units of longer tokens go on with a mark, which no token has behind other bytes. It is not told from all else.
     longer = sides[1][1][:, MARK[0], None].clone()
     sides[1][1][:, MARK[0]] = 0.0
     # The last outcome is all else; inside of a token, that the token may end here. Where no token ends here, all else
     # has no probability only because the row's tokens are given, and is not compared.
-    known = torch.ones((len(at), _OUTCOMES), dtype=torch.bool, device=at.device)
+    is_known = torch.ones((len(places), _OUTCOMES), dtype=torch.bool, device=places.device)
     for (_, masses, begins, _), more in zip(sides, (torch.zeros_like(longer), longer), strict=True):
-        known &= begins | (torch.cat([masses[:, :NO_BYTE], masses[:, NO_BYTE:] + more], dim=1) > 0)
+        is_known &= begins | (torch.cat([masses[:, :NO_BYTE], masses[:, NO_BYTE:] + more], dim=1) > 0)
     if teacher.missing is not None:
         first_bytes, masses, begins, _ = sides[1]
-        known[:, :NO_BYTE] &= ((masses > 0) | (begins & (first_bytes > 0)))[:, :NO_BYTE]
+        is_known[:, :NO_BYTE] &= ((masses > 0) | (begins & (first_bytes > 0)))[:, :NO_BYTE]
     leaves = [tensor.requires_grad_() for tensor in (sides[0][0].detach(), sides[0][1].detach())]
     with torch.enable_grad():
-        log_q = _next_byte(leaves[0], leaves[1], *sides[0][2:], known)
-        log_p = _next_byte(*sides[1], known, longer)
+        log_q = _next_byte(leaves[0], leaves[1], *sides[0][2:], is_known)
+        log_p = _next_byte(*sides[1], is_known, longer)
         values = [divergence_of(term.name)(log_q, log_p, term) for term in spec.divergences]
         weighed = [term.weight * value for term, value in zip(spec.divergences, values, strict=True)]
-        total = torch.stack(weighed).sum(dim=0).dot(weights[rows[at]]) if weighed else weights[:0].sum()
+        total = torch.stack(weighed).sum(dim=0).dot(weights[rows[places]]) if weighed else weights[:0].sum()
     with torch.no_grad():
         overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)
         values += [forward_kl(log_q, log_p, PLAIN), overlap, torch.ones_like(overlap)]
-        sums.index_add_(0, rows[at], torch.stack([value.detach() for value in values], dim=1))
+        sums.index_add_(0, rows[places], torch.stack([value.detach() for value in values], dim=1))
     if total.requires_grad:
-        student.add_gradient(at, *torch.autograd.grad(total, leaves))
+        student.add_gradient(places, *torch.autograd.grad(total, leaves))
 
 
 def _next_byte(
-    first_bytes: Tensor, masses: Tensor, begins: Tensor, follows: Tensor, known: Tensor, longer: Tensor | float = 0.0
+    first_bytes: Tensor, masses: Tensor, begins: Tensor, follows: Tensor, is_known: Tensor, longer: Tensor | float = 0.0
 ) -> Tensor:
     """Return the logprob of each next byte that both models can tell apart, and of all else: [A, `_OUTCOMES`].
 
@@ -414,16 +414,16 @@ def _next_byte(
         first_bytes, masses: of `_Model`, [A, `_OUTCOMES`].
         begins: [A, 1] bool, whether a token begins at the position.
         follows: [A, 1] bool, whether one does behind another token of the response.
-        known: [A, `_OUTCOMES`] bool, what both can tell apart; the last column: whether both can have all else.
+        is_known: [A, `_OUTCOMES`] bool, what both can tell apart; the last column: whether both can have all else.
         longer: [A, 1] mass of units whose tokens go on with unknown bytes.
     """
     following = torch.cat([masses[:, :NO_BYTE], torch.zeros_like(masses[:, NO_BYTE:])], dim=1)
     given_text = following + masses[:, NO_BYTE:] * first_bytes
     p = torch.where(follows, given_text, torch.where(begins, first_bytes, masses))
     tiny = torch.finfo(p.dtype).tiny
-    bytes_known = known[:, :NO_BYTE]
+    bytes_known = is_known[:, :NO_BYTE]
     rest = torch.where(bytes_known, 0.0, p[:, :NO_BYTE]).sum(dim=1, keepdim=True) + p[:, NO_BYTE:] + longer
-    p = torch.where(known, torch.cat([p[:, :NO_BYTE], rest], dim=1), 0.0)
+    p = torch.where(is_known, torch.cat([p[:, :NO_BYTE], rest], dim=1), 0.0)
     return (p / p.sum(dim=1, keepdim=True).clamp(min=tiny)).clamp(min=tiny).log()
 
 
@@ -432,10 +432,10 @@ def _choices(
 ) -> Tensor:
     """Return the teacher's most probable nodes of each row as `gkd.loss.choices`, by a token of the student."""
     n = len(begins)
-    found = student.sums.new_zeros((n, N_CHOICES, 3))
-    found[:, :, 0] = -1
+    choices = student.sums.new_zeros((n, N_CHOICES, 3))
+    choices[:, :, 0] = -1
     has = torch.nonzero(begins >= 0).flatten()
     p, nodes = teacher.sums[teacher.row[begins[has]]].topk(min(N_CHOICES, tables.n_nodes), dim=1)
     q = student.sums[has + n_before].gather(1, nodes)
-    found[has, : nodes.shape[1]] = torch.stack([tables.names[nodes].to(p.dtype), p, q], dim=2)
-    return found
+    choices[has, : nodes.shape[1]] = torch.stack([tables.names[nodes].to(p.dtype), p, q], dim=2)
+    return choices

@@ -192,8 +192,8 @@ def _residual(
     teacher = targets.sampled_logprobs.to(log_p_table.dtype) + log_p_table[:, 0] - log_p[:, 0].to(log_p_table.dtype)
     # Masked before and after: the logprobs of others may be infinite, and 0 * inf in a backward pass is NaN.
     actor, teacher, rollout, tail = (
-        each.masked_fill(~outside, 0.0)
-        for each in (student_sampled, teacher, targets.rollout_logprobs, log_q_table[:, -1] - log_p_table[:, -1])
+        table.masked_fill(~outside, 0.0)
+        for table in (student_sampled, teacher, targets.rollout_logprobs, log_q_table[:, -1] - log_p_table[:, -1])
     )
     log_weights, _ = log_importance_weights(actor, rollout, spec.importance_clip)
     return tail_residual(actor, teacher, tail, log_weights).masked_fill(~outside, 0.0)
@@ -204,26 +204,26 @@ def sampled_losses(
 ) -> TokenLosses:
     """Compute the terms that use only the sampled token, from [N] logprobs of student and teacher."""
     losses = TokenLosses(torch.zeros_like(student_sampled))
-    others = ~targets.on_policy
+    off_policy = ~targets.on_policy
     # Masked before and after: a masked token may have an infinite logprob, and 0 * inf in a backward pass is NaN.
-    actor = student_sampled.masked_fill(others, 0.0)
+    actor = student_sampled.masked_fill(off_policy, 0.0)
     if teacher_sampled is not None:
-        teacher_sampled = teacher_sampled.masked_fill(others, 0.0)
+        teacher_sampled = teacher_sampled.masked_fill(off_policy, 0.0)
         # k1 and no k3, whose p/q is heavy-tailed while the two are far apart, as at the beginning of a distillation.
         k1 = reverse_kl_estimate("k1", actor.detach(), teacher_sampled)
-        losses.values["sampled_reverse_kl"] = k1.masked_fill(others, 0.0)
+        losses.values["sampled_reverse_kl"] = k1.masked_fill(off_policy, 0.0)
         add_ends(losses, targets, teacher_sampled.exp())
-    rollout = targets.rollout_logprobs.masked_fill(others, 0.0)
+    rollout = targets.rollout_logprobs.masked_fill(off_policy, 0.0)
     losses.values["engine_kl"] = reverse_kl_estimate("k3", rollout.to(actor.dtype), actor.detach())
     if spec.uses_samples:
         log_weights, clipped = log_importance_weights(actor, rollout, spec.importance_clip)
-        losses.values["importance_weight"] = log_weights.exp().masked_fill(others, 0.0)
+        losses.values["importance_weight"] = log_weights.exp().masked_fill(off_policy, 0.0)
         losses.values["importance_clipped"] = (clipped & targets.on_policy).to(log_weights.dtype)
         reference = None
         if spec.has_reference:
             if targets.reference_logprobs is None:
                 raise DataError("the loss needs the reference's logprob of each sampled token, and there is none")
-            reference = targets.reference_logprobs.masked_fill(others, 0.0)
+            reference = targets.reference_logprobs.masked_fill(off_policy, 0.0)
         for term in spec.policy_gradients:
             if teacher_sampled is None:
                 raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher sent none")
@@ -240,13 +240,13 @@ def sampled_losses(
     if spec.has_rewards:
         if targets.advantages is None:
             raise DataError("the loss needs the advantage of each token, and the micro-batch has none")
-        advantages = targets.advantages.masked_fill(others, 0.0)
+        advantages = targets.advantages.masked_fill(off_policy, 0.0)
         loss, ratio, clipped = clipped_policy_loss(actor, rollout, advantages, spec.reward_clip)
         _add(losses, REWARD, spec.reward_weight, loss, targets.on_policy)
-        losses.values["reward_ratio"] = ratio.masked_fill(others, 0.0)
+        losses.values["reward_ratio"] = ratio.masked_fill(off_policy, 0.0)
         losses.values["reward_clipped"] = (clipped & targets.on_policy).to(ratio.dtype)
     if spec.sft is not None:
-        _add(losses, spec.sft.name, spec.sft.weight, -student_sampled, others)
+        _add(losses, spec.sft.name, spec.sft.weight, -student_sampled, off_policy)
     return losses
 
 

@@ -52,16 +52,16 @@ def with_token_weights(
     """
     assert targets.sequences is not None  # checked
     needed = [values[name] for name in NEEDS[spec.token_weight]]
-    own = targets.sequences.cpu(), torch.stack(needed, dim=1).double().cpu()
-    parts = columns.gather(own)
-    sequences, table = (torch.cat(each) for each in zip(*parts, strict=True))
+    local_rows = targets.sequences.cpu(), torch.stack(needed, dim=1).double().cpu()
+    gathered = columns.gather(local_rows)
+    sequences, table = (torch.cat(tensors) for tensors in zip(*gathered, strict=True))
     # A sequence's rows are in the order of the ranks; padded, each rank has rows of all sequences.
     order = sequences.argsort(stable=True)
     _, lengths = sequences[order].unique_consecutive(return_counts=True)
     factors = torch.zeros(len(order), dtype=torch.float64)
-    for at in order.split(lengths.tolist()):
-        factors[at] = _factors(RAW[spec.token_weight](*table[at].T), spec.token_share)
-    first = sum(len(rows) for rows, _ in parts[: columns.rank])
+    for indices in order.split(lengths.tolist()):
+        factors[indices] = _factors(RAW[spec.token_weight](*table[indices].T), spec.token_share)
+    first = sum(len(rows) for rows, _ in gathered[: columns.rank])
     factors = factors[first : first + len(targets)].to(needed[0].dtype)
     return replace(targets, weights=factors if targets.weights is None else targets.weights.cpu() * factors)
 
@@ -113,10 +113,10 @@ def support_threshold(logits: Tensor, shard: VocabShard) -> Tensor:
     Returns:
         [n] float32 (float64 for float64 logits).
     """
-    own = logits.new_full((len(logits), N_SUPPORT), -torch.inf, dtype=statistics_dtype(logits))
+    local_best = logits.new_full((len(logits), N_SUPPORT), -torch.inf, dtype=statistics_dtype(logits))
     best = logits.topk(min(N_SUPPORT, logits.shape[1]), dim=1).values
-    own[:, : best.shape[1]] = best
-    *best_of_ranks, _ = sum_over_shards(shard, list(own.unbind(dim=1)), own[:, :0])
+    local_best[:, : best.shape[1]] = best
+    *best_of_ranks, _ = sum_over_shards(shard, list(local_best.unbind(dim=1)), local_best[:, :0])
     return torch.cat(best_of_ranks, dim=1).topk(N_SUPPORT, dim=1).values[:, -1]
 
 
@@ -133,10 +133,10 @@ def listed_support_mass(
 def full_support_mass(logits: Tensor, teacher_logits: Tensor, shard: VocabShard) -> Tensor:
     """Return the same over the whole vocabulary, from [n, v] logits of both; the teacher's are float32 or float64."""
     lowest = support_threshold(logits, shard)[:, None]
-    parts = []
+    sums = []
     for rows in pieces(logits):
         log_p = teacher_logits[rows]
         inside = log_p.masked_fill(logits[rows].to(log_p.dtype) < lowest[rows], -torch.inf)
-        parts.append(torch.stack([log_p.logsumexp(dim=1), inside.logsumexp(dim=1)]))
-    everything, inside, _ = sum_over_shards(shard, list(torch.cat(parts, dim=1)), teacher_logits[:, :0])
+        sums.append(torch.stack([log_p.logsumexp(dim=1), inside.logsumexp(dim=1)]))
+    everything, inside, _ = sum_over_shards(shard, list(torch.cat(sums, dim=1)), teacher_logits[:, :0])
     return (inside.logsumexp(dim=1) - everything.logsumexp(dim=1)).exp()

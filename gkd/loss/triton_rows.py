@@ -153,8 +153,8 @@ def _statistics(
     total = tl.zeros([LANES], tl.float32)
     dot = tl.zeros([LANES], tl.float32)
     for start in range(0, v, LOADS * LANES * VECTOR):
-        at = start + within
-        x = tl.load(logits + at, mask=at < v, other=-float("inf")).to(tl.float32)
+        offsets = start + within
+        x = tl.load(logits + offsets, mask=offsets < v, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(run_max, tl.max(tl.max(x, axis=2), axis=0))
         # While a lane has seen only -inf, any finite base is correct.
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -211,19 +211,19 @@ def _write_gradient(
         # All entries of one column store the column's sum, so their order does not matter.
         added = tl.zeros([IDS], tl.float32)
         for first in range(0, n_ids, COMPARED):
-            others = first + tl.arange(0, COMPARED)
-            other = tl.load(columns + others, mask=others < n_ids, other=-1).to(tl.int32)
-            grad = tl.load(column_grad + others, mask=others < n_ids, other=0.0).to(tl.float32)
+            indices = first + tl.arange(0, COMPARED)
+            other = tl.load(columns + indices, mask=indices < n_ids, other=-1).to(tl.int32)
+            grad = tl.load(column_grad + indices, mask=indices < n_ids, other=0.0).to(tl.float32)
             added += tl.sum(tl.where(column[:, None] == other[None, :], grad[None, :], 0.0), axis=1)
         at_ids = added * inv_temperature + factor * tl.exp2((x_at_ids - normalizer) * scale)
         tl.debug_barrier()  # `out` may be the logits: all threads must have read before one writes
 
     within = tl.arange(0, BLOCK)
     for start in range(0, v, BLOCK):
-        at = start + within
-        x = tl.load(logits + at, mask=at < v, other=0.0).to(tl.float32)
+        offsets = start + within
+        x = tl.load(logits + offsets, mask=offsets < v, other=0.0).to(tl.float32)
         gradient = factor * tl.exp2((x - normalizer) * scale)
-        tl.store(out + at, gradient.to(out.dtype.element_ty), mask=at < v)
+        tl.store(out + offsets, gradient.to(out.dtype.element_ty), mask=offsets < v)
 
     if IDS > 0:
         tl.debug_barrier()  # the loop has also written these columns; replace them after that

@@ -86,11 +86,11 @@ def row_logprobs(
     log_sums, means, picked = sum_over_shards(shard, [log_sum, mean], picked)
     # These sums exclude the listed tokens. Add each of those as one more part.
     listed = picked[:, :n_listed].masked_fill(ids[:, :n_listed] < 0, -torch.inf)
-    parts = torch.cat([log_sums, listed], dim=1)
-    log_normalizer = parts.logsumexp(dim=-1)
+    log_masses = torch.cat([log_sums, listed], dim=1)
+    log_normalizer = log_masses.logsumexp(dim=-1)
     means = torch.cat([means, listed.masked_fill(listed == -torch.inf, 0.0)], dim=1)
     # Sum the distances from the normalizer: the shares sum to 1 only up to rounding, which large logits would amplify.
-    shares = (parts - log_normalizer[:, None]).exp()
+    shares = (log_masses - log_normalizer[:, None]).exp()
     entropy = (shares * (log_normalizer[:, None] - means)).sum(dim=-1)
     tail = log_sums.logsumexp(dim=-1) - log_normalizer
     return RowLogprobs(picked - log_normalizer[:, None], tail, entropy, log_normalizer)
@@ -114,26 +114,26 @@ def local_statistics(
     return log_sum, mean, picked.masked_fill(columns < 0, 0.0)
 
 
-def sum_over_shards(shard: VocabShard, own: list[Tensor], summed: Tensor) -> list[Tensor]:
-    """Gather `own` and sum `summed` over the ranks of a shard's group in one all-reduce.
+def sum_over_shards(shard: VocabShard, local: list[Tensor], summed: Tensor) -> list[Tensor]:
+    """Gather `local` and sum `summed` over the ranks of a shard's group in one all-reduce.
 
     Args:
-        own: [N] tensors to gather.
+        local: [N] tensors to gather.
         summed: [N, C] to sum.
 
     Returns:
-        A [N, TP] tensor for each of `own`, columns in rank order, and the sum [N, C].
+        A [N, TP] tensor for each of `local`, columns in rank order, and the sum [N, C].
     """
     if shard.group is None:
-        return [*(t[:, None] for t in own), summed]
+        return [*(t[:, None] for t in local), summed]
     size = dist.get_world_size(shard.group)
     rank = dist.get_rank(shard.group)
     # A slot per rank and number, zero on all other ranks, turns the sum into a gather.
-    slots = summed.new_zeros((len(summed), len(own), size))
-    slots[:, :, rank] = torch.stack(own, dim=1)
+    slots = summed.new_zeros((len(summed), len(local), size))
+    slots[:, :, rank] = torch.stack(local, dim=1)
     message = torch.cat([slots.flatten(1), summed], dim=1)
     dist.all_reduce(message, group=shard.group)
-    *slotted, total = message.split([size] * len(own) + [summed.shape[1]], dim=1)
+    *slotted, total = message.split([size] * len(local) + [summed.shape[1]], dim=1)
     return [*slotted, total]
 
 
@@ -181,10 +181,10 @@ def write_logits_gradient(
         )
         if n_listed:
             listed = ids[:, :n_listed]
-            others = ids[:, n_listed:]
+            other_ids = ids[:, n_listed:]
             at_list = grad[:, :n_listed] - grad_sum[:, None] * rows.logprobs[:, :n_listed].exp()
-            for i in range(others.shape[1]):  # few: only the sampled token
-                at_list = at_list + torch.where(listed == others[:, i : i + 1], grad[:, n_listed + i, None], 0.0)
+            for i in range(other_ids.shape[1]):  # few: only the sampled token
+                at_list = at_list + torch.where(listed == other_ids[:, i : i + 1], grad[:, n_listed + i, None], 0.0)
             set_columns(out[:, :v_valid], columns[:, :n_listed], at_list / temperature)
     # This write is needed without padding, too: it increments the logits' version counter, which kernels do not.
     out[:, v_valid:] = 0.0

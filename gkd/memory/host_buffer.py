@@ -52,17 +52,17 @@ class HostBuffer:
         except RuntimeError as error:
             if not self._pinned or not is_out_of_memory(error):
                 raise
-            parts = f"{missing} pieces of {self._slab_bytes} bytes, of which {len(slabs)} were allocated"
-            raise MemoryError(f"Unable to allocate {missing * self._slab_bytes} bytes of {PINNED} ({parts})") from error
+            count = f"{missing} pieces of {self._slab_bytes} bytes, of which {len(slabs)} were allocated"
+            raise MemoryError(f"Unable to allocate {missing * self._slab_bytes} bytes of {PINNED} ({count})") from error
         self._slabs += slabs
         pieces = []
-        at = start
+        position = start
         end = start + n_bytes
-        while at < end:
-            number, offset = divmod(at, self._slab_bytes)
-            n = min(end - at, self._slab_bytes - offset)
+        while position < end:
+            number, offset = divmod(position, self._slab_bytes)
+            n = min(end - position, self._slab_bytes - offset)
             pieces.append(self._slabs[number][offset : offset + n])
-            at += n
+            position += n
         self.mark = end
         return pieces
 

@@ -90,8 +90,8 @@ def _cp_within_pool(config: Config) -> Changes:
 def _fsdp2(config: Config) -> Changes:
     """Return the change of the backend, with the keys that it does not support."""
     limits = BACKENDS["fsdp2"].limits.items()
-    others = {f"actor.{name}": of.values[-1] for name, of in limits if getattr(config.actor, name) not in of.values}
-    return {} if config.actor.backend_name == "fsdp2" else {"actor.strategy": "fsdp2", **others}
+    supported = {f"actor.{name}": of.values[-1] for name, of in limits if getattr(config.actor, name) not in of.values}
+    return {} if config.actor.backend_name == "fsdp2" else {"actor.strategy": "fsdp2", **supported}
 
 
 def _fsdp_cpu_offload(config: Config) -> Changes:
@@ -116,9 +116,9 @@ def _split(config: Config, name: str) -> Changes:
 
 def _cache(config: Config, factor: float, share: float) -> Changes:
     """Return another size of the KV cache, if it has a given one, or else another share of the engine's GPU."""
-    given = config.rollout.kv_cache_bytes(on_cpu=config.trainer.device == "cpu")
-    if given is not None:
-        return {"rollout.kv_cache_mib": int(factor * given) >> 20}
+    cache_bytes = config.rollout.kv_cache_bytes(on_cpu=config.trainer.device == "cpu")
+    if cache_bytes is not None:
+        return {"rollout.kv_cache_mib": int(factor * cache_bytes) >> 20}
     utilization = round(config.rollout.gpu_memory_utilization + share, 2)
     return {"rollout.gpu_memory_utilization": utilization} if 0 < utilization < 1 else {}
 

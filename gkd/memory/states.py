@@ -150,14 +150,14 @@ class States:
 
     def _on_device(self, kinds: Sequence[str]) -> Iterator[tuple[str, UntypedStorage]]:
         """Yield (kind, storage) for each storage on the device, once."""
-        found = self._find()
+        tensors = self._find()
         seen = set[int]()
         for kind in KINDS:
-            for tensor in found.get(kind, ()):
+            for tensor in tensors.get(kind, ()):
                 storage = _local(tensor).untyped_storage()
-                known = storage._cdata in seen
+                is_repeated = storage._cdata in seen
                 seen.add(storage._cdata)
-                if kind in kinds and not known and tensor.device.type == self._device.type and storage.nbytes():
+                if kind in kinds and not is_repeated and tensor.device.type == self._device.type and storage.nbytes():
                     if storage.resizable():
                         yield kind, storage
                     else:
@@ -205,12 +205,12 @@ def _copy_one(away: _Away, device: torch.device, *, to_host: bool) -> None:
         if not to_host:
             run.zero_()
         return
-    at = 0
+    offset = 0
     for piece in away.pieces:
-        part = run[at : at + len(piece)]
+        part = run[offset : offset + len(piece)]
         source, target = (part, piece) if to_host else (piece, part)
         target.copy_(source, non_blocking=True)
-        at += len(piece)
+        offset += len(piece)
 
 
 def _checked(include: Sequence[str] | None) -> tuple[str, ...]:

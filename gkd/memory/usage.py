@@ -121,8 +121,8 @@ def _place(frames: Sequence[Mapping[str, Any]]) -> str:
     """
     lines = [f"{frame['filename'].removeprefix(_ROOT)}:{frame['line']} in {frame['name']}" for frame in frames]
     lines = [line.rpartition("site-packages/")[2] for line in lines]
-    own = next((line for line in lines if line.startswith("gkd/")), lines[0])
-    return own if own == lines[0] else f"{lines[0]}, called from {own}"
+    gkd_line = next((line for line in lines if line.startswith("gkd/")), lines[0])
+    return gkd_line if gkd_line == lines[0] else f"{lines[0]}, called from {gkd_line}"
 
 
 def log_gpu_memory_usage(

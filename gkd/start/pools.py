@@ -43,13 +43,13 @@ def pools_in_order(config: Config) -> list[PoolSpec]:
 
 def make_cluster(config: Config, *, on_cpu: bool, pools: Sequence[PoolSpec] = ()) -> Cluster:
     """Start or join Ray, with GPUs or slots for these pools, by default all. Raises ClusterError: it cannot."""
-    own = pools or pools_in_order(config)
+    specs = pools or pools_in_order(config)
     return Cluster(
         config.cluster.ray_address,
-        n_slots=sum(spec.n_gpus for spec in own),
+        n_slots=sum(spec.n_gpus for spec in specs),
         on_cpu=on_cpu,
         gpus=config.cluster.gpus,
-        cpus_a_slot=1.0 + max(HELPER_CPUS, *(spec.helper_cpus for spec in own)),
+        cpus_a_slot=1.0 + max(HELPER_CPUS, *(spec.helper_cpus for spec in specs)),
     )
 
 

@@ -44,24 +44,24 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     pieces: dict[str, int] = backend.get_vocab(with_added_tokens=False)
     n_ids = 1 + max([*pieces.values(), *added])
-    found: list[bytes | None] = [None] * n_ids
+    bytes_of_id: list[bytes | None] = [None] * n_ids
     table = _byte_characters()
     hexadecimal = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
     is_sentencepiece = all(piece in pieces for piece in hexadecimal)
     if is_sentencepiece:
         for piece, i in pieces.items():
-            found[i] = hexadecimal.get(piece) or _spaced(piece)
+            bytes_of_id[i] = hexadecimal.get(piece) or _spaced(piece)
     elif "ByteLevel" in _kinds(json.loads(backend.to_str())):
         for piece, i in pieces.items():
             if all(character in table for character in piece):
-                found[i] = bytes(table[character] for character in piece)
+                bytes_of_id[i] = bytes(table[character] for character in piece)
     else:
         raise DataError("it is neither byte-level BPE nor SentencePiece with a token for each byte")
     for i, token in added.items():
         # SentencePiece's user-defined symbols are added tokens, too: Gemma's of several spaces are written as pieces.
-        found[i] = _spaced(token.content) if is_sentencepiece else token.content.encode()
+        bytes_of_id[i] = _spaced(token.content) if is_sentencepiece else token.content.encode()
     # UTF-8 does not have the byte of the marks, so such a token is part of no text.
-    return [None if i in special or MARK in (token or b"") else token for i, token in enumerate(found)]
+    return [None if i in special or MARK in (token or b"") else token for i, token in enumerate(bytes_of_id)]
 
 
 def _spaced(piece: str) -> bytes:
@@ -71,20 +71,20 @@ def _spaced(piece: str) -> bytes:
 
 def _kinds(tokenizer: dict[str, Any]) -> set[str]:
     """Return the types of the pre-tokenizers and decoders in a tokenizer.json."""
-    found = set[str]()
-    parts = [tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")]
-    while parts:
-        if part := parts.pop():
-            found.add(part["type"])
-            parts += [*part.get("pretokenizers", ()), *part.get("decoders", ())]
-    return found
+    kinds = set[str]()
+    pending = [tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")]
+    while pending:
+        if part := pending.pop():
+            kinds.add(part["type"])
+            pending += [*part.get("pretokenizers", ()), *part.get("decoders", ())]
+    return kinds
 
 
 def _byte_characters() -> dict[str, int]:
     """Return the character of GPT-2 by which byte-level BPE writes each byte -> the byte."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    invisible = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(invisible)}
 
 
 class ByteVocab:
@@ -128,9 +128,9 @@ class ByteVocab:
             group = np.cumsum(~equal)  # a token that is too short is a group of its own
             first = np.flatnonzero(~equal)
             last = np.append(first[1:], len(place))
-            at = starts[self.order[long]] + depth - 1
-            bounds[at, 0] = first[group[long] - 1]
-            bounds[at, 1] = last[group[long] - 1]
+            bound_rows = starts[self.order[long]] + depth - 1
+            bounds[bound_rows, 0] = first[group[long] - 1]
+            bounds[bound_rows, 1] = last[group[long] - 1]
         return starts, bounds
 
 
@@ -151,9 +151,9 @@ def alike(vocab: ByteVocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     by_node = vocab.order[np.argsort(node[vocab.order], kind="stable")]
     key = node[by_node] * (len(vocab.order) + 1) + place[by_node]
     whole = np.where(vocab.lengths > 0, starts[1:] - 1, 0)  # places of whole tokens in `bounds`
-    found = np.searchsorted(key, node[:, None] * (len(vocab.order) + 1) + bounds[whole])
-    found[vocab.lengths == 0] = 0
-    return by_node, found
+    range_of = np.searchsorted(key, node[:, None] * (len(vocab.order) + 1) + bounds[whole])
+    range_of[vocab.lengths == 0] = 0
+    return by_node, range_of
 
 
 class Nodes(NamedTuple):
@@ -191,9 +191,9 @@ def units_of(teacher: Vocab, nodes: Nodes) -> Units:
     kind_of_token = np.where(range_of[:, 1] - range_of[:, 0] <= 1, CLOSED, OPEN)
     kind_of_token[tokens.lengths == nodes.lengths[nodes.teacher]] = WHOLE
     kind_of_token[nodes.teacher == REST] = OPEN
-    found, of_token = np.unique(nodes.teacher * 3 + kind_of_token, return_inverse=True)
-    node = found // 3
-    kind = found % 3
+    unit_keys, of_token = np.unique(nodes.teacher * 3 + kind_of_token, return_inverse=True)
+    node = unit_keys // 3
+    kind = unit_keys % 3
     strings = [nodes.strings[i] + (b"" if k == WHOLE else MARK) for i, k in zip(node, kind, strict=True)]
     vocab = [None if i == REST else string for i, string in zip(node, strings, strict=True)]
     return Units(of_token.astype(np.int32), vocab, node, kind)
@@ -236,12 +236,12 @@ def common_nodes(student: Vocab, teacher: Vocab) -> Nodes:
 
 def _longest_beginnings(tokens: Vocab, other: Vocab) -> list[bytes]:
     """Return the longest beginning of each token that begins a token of the other vocabulary, too."""
-    known = {token[:n] for token in other if token for n in range(1, len(token) + 1)}
-    found = []
+    beginnings = {token[:n] for token in other if token for n in range(1, len(token) + 1)}
+    longest = []
     for token in tokens:
         token = token or b""
         n = len(token)
-        while n and token[:n] not in known:
+        while n and token[:n] not in beginnings:
             n -= 1
-        found.append(token[:n])
-    return found
+        longest.append(token[:n])
+    return longest

@@ -92,8 +92,8 @@ class TokenizerPair:
     @cached_property
     def _special(self) -> dict[bytes, int]:
         """Return the teacher's id of each mark."""
-        found = {token: i for i, token in enumerate(self.teacher) if token and token.startswith(MARK) and token != MARK}
-        return found | {END: self.end}
+        marks = {token: i for i, token in enumerate(self.teacher) if token and token.startswith(MARK) and token != MARK}
+        return marks | {END: self.end}
 
     def for_teacher(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the sequences that the teacher scores: its own prompts, and the responses in its tokens.
@@ -142,15 +142,15 @@ class TokenizerPair:
         text = self._text(response)
         ids: list[int] = []
         encoder = self._encoders[1]
-        at = 0
+        begin = 0
         for mark in [*_MARKS.finditer(text), None]:
-            part = text[at : mark.start() if mark else None]
+            part = text[begin : mark.start() if mark else None]
             piece, is_whole = encoder.encode(part)
             ids += piece
             if not is_whole or mark is None:
                 break
             ids.append(self._special[mark.group()])
-            at = mark.end()
+            begin = mark.end()
         return np.array(ids, np.int32)
 
     def canonical(self, response: np.ndarray) -> np.ndarray:
@@ -159,20 +159,20 @@ class TokenizerPair:
         Returns:
             [R] bool; True for tokens behind that text.
         """
-        parts: list[bytes] = []
+        pieces: list[bytes] = []
         for token in response.tolist():
             part = self.student[token]
             if part is None or part.startswith(MARK):
                 break
-            parts.append(part)
-        ids, _ = self._encoders[0].encode(b"".join(parts))
+            pieces.append(part)
+        ids, _ = self._encoders[0].encode(b"".join(pieces))
         begins = {0, *np.cumsum([len(self.student[token] or b"") for token in ids]).tolist()}
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        found = np.ones(len(response), bool)
-        places = [end - len(part) in begins and end in begins for end, part in zip(ends.tolist(), parts, strict=True)]
-        found[: len(parts)] = places
-        found[: len(parts)] |= ends > max(begins)  # bytes behind the text
-        return found
+        ends = np.cumsum([len(part) for part in pieces], dtype=np.int64)
+        is_canonical = np.ones(len(response), bool)
+        places = [end - len(part) in begins and end in begins for end, part in zip(ends.tolist(), pieces, strict=True)]
+        is_canonical[: len(pieces)] = places
+        is_canonical[: len(pieces)] |= ends > max(begins)  # bytes behind the text
+        return is_canonical
 
     def align(self, response: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
         """Return the positions of the bytes that both sequences have.
@@ -192,24 +192,24 @@ class TokenizerPair:
         covered = np.zeros(n, np.int64)  # at common boundaries: bytes that the nodes of both tokens have
         common = np.flatnonzero((depth == 0) & (teacher_depth == 0))
         lengths = nodes.lengths[nodes.student[response[row[common]]]]
-        others = nodes.lengths[nodes.teacher[teacher_ids[teacher_row[common]]]]
-        covered[common] = np.minimum(lengths, others)
+        teacher_lengths = nodes.lengths[nodes.teacher[teacher_ids[teacher_row[common]]]]
+        covered[common] = np.minimum(lengths, teacher_lengths)
         before = np.zeros(n, np.int64)
         before[common] = common
         before = np.maximum.accumulate(before)
-        at = np.arange(n)
-        cover = np.where((at > before) & (at - before < covered[before]), before, -1)
+        rows = np.arange(n)
+        cover = np.where((rows > before) & (rows - before < covered[before]), before, -1)
         return Alignment(row, depth, teacher_row, teacher_depth, cover)
 
     def _text(self, response: np.ndarray) -> bytes:
         """Return the bytes of a response up to the first token that has none."""
-        parts = []
+        pieces = []
         for token in response.tolist():
             part = self.student[token]
             if part is None:
                 break
-            parts.append(part)
-        return b"".join(parts)
+            pieces.append(part)
+        return b"".join(pieces)
 
 
 def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -252,13 +252,13 @@ class _Encoder:
         ids = self._ids(self._anchor + decoded)
         if self._anchor:
             ids = self._behind_anchor(ids)
-        at = 0
+        offset = 0
         for i, token in enumerate(ids):
             part = self._tokens[token] if token < len(self._tokens) else None  # the model has no row for it
-            if part is None or not text.startswith(part, at):
+            if part is None or not text.startswith(part, offset):
                 return ids[:i], False
-            at += len(part)
-        return ids, at == len(text)
+            offset += len(part)
+        return ids, offset == len(text)
 
     def _behind_anchor(self, ids: list[int]) -> list[int]:
         """Return the tokens behind the anchor."""

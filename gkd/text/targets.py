@@ -43,14 +43,14 @@ class TextTargets:
         follows = torch.zeros(n_rows, dtype=torch.bool)
         follows[self.row[self.is_common & ~self.is_first]] = True
         places = [*torch.nonzero(begins).flatten().tolist(), n_rows]
-        parts = list[tuple[int, slice]]()
+        chunks = list[tuple[int, slice]]()
         start = 0
         while start < n_rows:
             inside = [place for place in places if start < place <= start + step]
             stop = inside[-1] if inside else next(place for place in places if place > start)
-            parts.append((start - int(follows[start]), slice(start, stop)))
+            chunks.append((start - int(follows[start]), slice(start, stop)))
             start = stop
-        return parts
+        return chunks
 
     def part(self, first: int, rows: slice) -> tuple[TextTargets, slice]:
         """Return the positions of some rows, and the rows of the teacher that they need.
@@ -62,20 +62,20 @@ class TextTargets:
             Positions whose rows count from `first`, and the teacher's from the start of the returned rows.
         """
         low, high = torch.searchsorted(self.row, torch.tensor([rows.start, rows.stop])).tolist()
-        at = slice(low, high)
+        positions = slice(low, high)
         if low == high:
             teacher = slice(0, 0)
         else:
             begin = int(self.teacher_row[low]) - int(first < rows.start)
             teacher = slice(begin, int(self.teacher_row[high - 1]) + 1)
-        cover = self.cover[at]
+        cover = self.cover[positions]
         part = TextTargets(
-            row=self.row[at] - first,
-            depth=self.depth[at],
-            teacher_row=self.teacher_row[at] - teacher.start,
-            teacher_depth=self.teacher_depth[at],
+            row=self.row[positions] - first,
+            depth=self.depth[positions],
+            teacher_row=self.teacher_row[positions] - teacher.start,
+            teacher_depth=self.teacher_depth[positions],
             cover=torch.where(cover < 0, cover, cover - low),
-            is_first=self.is_first[at],
+            is_first=self.is_first[positions],
             teacher_ids=self.teacher_ids[teacher],
             canonical=self.canonical[rows],
         )

@@ -105,9 +105,9 @@ def word_sum(data: torch.Tensor) -> int:
     factors = torch.arange(n_factors, device=data.device).mul_(_FACTOR).bitwise_or_(1)
     for part in data.split(_SUMMED_BYTES):
         words = _words(part)
-        own = factors[: len(words)]
+        scales = factors[: len(words)]
         # torch.dot needs no memory for the terms, and has no integers on a GPU.
-        total = total * _FACTOR + (torch.dot(own, words) if data.device.type == "cpu" else (own * words).sum())
+        total = total * _FACTOR + (torch.dot(scales, words) if data.device.type == "cpu" else (scales * words).sum())
     return int(total) % (1 << 64)
 
 

@@ -152,13 +152,13 @@ class TransferGroup:
 
     def _resolved(self, places: list[bytes]) -> str:
         chosen = self.spec.transport
-        others = [rank for rank, place in enumerate(places) if place != places[0]]
+        remote = [rank for rank, place in enumerate(places) if place != places[0]]
         if chosen == AUTO:
-            return GLOO if others else SHARED_MEMORY
-        if chosen in (SHARED_MEMORY, IPC) and others:
+            return GLOO if remote else SHARED_MEMORY
+        if chosen in (SHARED_MEMORY, IPC) and remote:
             where = "card" if chosen == IPC else "host"
             raise WeightSyncError(
-                f"weight_sync.transport = {chosen}: members {others} of the group are not on the sender's {where}. "
+                f"weight_sync.transport = {chosen}: members {remote} of the group are not on the sender's {where}. "
                 "Fix: use auto or gloo"
             )
         return chosen

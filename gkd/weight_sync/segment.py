@@ -156,10 +156,10 @@ def shared_handle(memory: torch.Tensor) -> bytes:
         WeightSyncError: CUDA does not share it.
     """
     try:
-        _, *parts = memory.untyped_storage()._share_cuda_()
+        _, *fields = memory.untyped_storage()._share_cuda_()
     except RuntimeError as error:
         raise WeightSyncError(f"weight_sync.transport = ipc: {error}. Fix: weight_sync.transport = gloo") from error
-    return json.dumps([{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts]).encode()
+    return json.dumps([{"hex": part.hex()} if isinstance(part, bytes) else part for part in fields]).encode()
 
 
 def copy_shared(handle: bytes, buffer: torch.Tensor) -> None:
@@ -171,9 +171,9 @@ def copy_shared(handle: bytes, buffer: torch.Tensor) -> None:
     Raises:
         WeightSyncError: the storage cannot be opened.
     """
-    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in json.loads(handle)]
+    fields = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in json.loads(handle)]
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(buffer.device.index, *parts)
+        storage = torch.UntypedStorage._new_shared_cuda(buffer.device.index, *fields)
         buffer.copy_(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage)[: buffer.numel()])
         torch.cuda.synchronize(buffer.device)
     except RuntimeError as error:

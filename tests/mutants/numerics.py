@@ -219,7 +219,7 @@ MUTANTS = (
         Mutant(f"cp_{name}", "gkd", old, new, ("dist/test_context_parallel.py",))
         for name, old, new in (
             ("no_exchange", "if group is not None and group.size() > 1:", "if group is not None and group.size() > 9:"),
-            ("heads_in_another_order", "found.movedim(0, 2).flatten(2, 3)", "found.movedim(0, 3).flatten(2, 3)"),
+            ("heads_in_another_order", "received.movedim(0, 2).flatten(2, 3)", "received.movedim(0, 3).flatten(2, 3)"),
             (
                 "key_heads_repeated_in_turn",
                 "tensor[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)",
@@ -236,7 +236,7 @@ MUTANTS = (
             ("sums_of_one_rank", ".sum(dim=0), model.groups.dp_cp)", ".sum(dim=0), model.groups.dp)"),
             ("counts_of_each_rank", "self.group) / self.columns.size", "self.group)"),
             ("rows_in_rank_order", "values[rows.argsort()].split(sizes)", "values.split(sizes)"),
-            ("weights_of_a_part", "parts = columns.gather(own)", "parts = [own] * columns.size"),
+            ("weights_of_a_part", "gathered = columns.gather(local_rows)", "gathered = [local_rows] * columns.size"),
         )
     ),
     # Images: positions on grids, features after a weight sync, digests of requests, sampled placeholders.

@@ -78,8 +78,8 @@ def causal_attention(
     if _has_varlen_kernel(q) and scores.cap is None and scores.sinks is None:
         return _varlen(q, k, v, cu_seqlens, max_length, scores)
     lengths = cu_seqlens.diff().tolist()
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-    return torch.cat([_one(a, b, c, scores) for a, b, c in parts], dim=2)
+    sequences = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
+    return torch.cat([_one(a, b, c, scores) for a, b, c in sequences], dim=2)
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
@@ -94,13 +94,13 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     if mask is None:
         mask = torch.ones((size, size), dtype=torch.bool, device=q.device).tril()
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
-    found = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:
-        found = scores.cap * torch.tanh(found / scores.cap)
-    found = found.masked_fill(~mask, -torch.inf)
+        logits = scores.cap * torch.tanh(logits / scores.cap)
+    logits = logits.masked_fill(~mask, -torch.inf)
     if scores.sinks is not None:
-        found = torch.cat([found, scores.sinks.to(found.dtype)[:, None, None].expand(*found.shape[:3], 1)], dim=-1)
-    weights = found.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., :size]
+        logits = torch.cat([logits, scores.sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)], dim=-1)
+    weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., :size]
     return weights.to(v.dtype) @ v
 
 
@@ -212,11 +212,11 @@ def check_heads(attention: str, heads: Heads, dtype: torch.dtype, device: torch.
     for cu_seqlens, scores in ((pack, Scores()), (pack, Scores(window=50)), (None, Scores())):
         exact = _with_gradients([x.float() for x in inputs], weights.float(), cu_seqlens, scores)
         try:
-            found = _with_gradients(inputs, weights, cu_seqlens, scores)
+            results = _with_gradients(inputs, weights, cu_seqlens, scores)
         except Exception as error:  # the kernels are compiled at run time and may raise anything
             problem = f"its kernels refuse {what}: {type(error).__name__}: {error}."
             raise ConfigError(_KEY, attention, problem, _FALLBACK) from error
-        worst = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+        worst = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True))
         if not worst <= _LARGEST_ERROR:
             problem = f"with {what} its relative error is {worst:.1e}, of at most {_LARGEST_ERROR:.0e}."
             raise ConfigError(_KEY, attention, problem, _FALLBACK)

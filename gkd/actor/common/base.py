@@ -254,10 +254,10 @@ class Student(ABC):
             yield from self.export(content)
             return
         for stage, plan in enumerate(plans):
-            own = self.export(content) if self.stage == stage else iter(())
+            stage_tensors = self.export(content) if self.stage == stage else iter(())
             first = stage * dist.get_world_size() // self.n_stages  # the ranks are numbered stage after stage
             for name, shape, dtype in plan:
-                exported = next(own, None)
+                exported = next(stage_tensors, None)
                 # The broadcast overwrites the tensors of the stage's other ranks with equal ones.
                 tensor = (
                     torch.empty(shape, dtype=dtype, device=self.device)
@@ -267,7 +267,7 @@ class Student(ABC):
                 dist.broadcast(tensor, src=first)
                 yield name, tensor
                 del exported, tensor  # before the next one is gathered
-            exhaust(own)
+            exhaust(stage_tensors)
 
     def save_hf(
         self,

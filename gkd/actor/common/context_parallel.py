@@ -31,29 +31,29 @@ def all_columns(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> li
     copies = max(1, n // k.shape[1])
     k, v = (tensor[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) for tensor in (k, v))
     # [s, B, heads, D] -> [cp, s, B, heads / cp, D] -> [cp, s, B, heads / cp * D]
-    parts = [each.permute(2, 0, 1, 3).unflatten(2, (n, -1)).movedim(2, 0).flatten(3) for each in (q, k, v)]
-    found = _AllToAll.apply(torch.cat(parts, dim=3), group).flatten(0, 1)  # [S, B, numbers of this rank's heads]
-    of_heads = zip(found.split([part.shape[3] for part in parts], dim=2), (q, k, v), strict=True)
-    return [mine.unflatten(2, (-1, each.shape[3])).permute(1, 2, 0, 3) for mine, each in of_heads]
+    chunks = [tensor.permute(2, 0, 1, 3).unflatten(2, (n, -1)).movedim(2, 0).flatten(3) for tensor in (q, k, v)]
+    received = _AllToAll.apply(torch.cat(chunks, dim=3), group).flatten(0, 1)  # [S, B, numbers of this rank's heads]
+    of_heads = zip(received.split([part.shape[3] for part in chunks], dim=2), (q, k, v), strict=True)
+    return [mine.unflatten(2, (-1, tensor.shape[3])).permute(1, 2, 0, 3) for mine, tensor in of_heads]
 
 
 def own_columns(context: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange all columns of this rank's heads for its columns of all: [B, heads / cp, S, D] -> [B, heads, s, D]."""
-    parts = context.permute(2, 0, 1, 3).unflatten(0, (group.size(), -1))
-    found: Tensor = _AllToAll.apply(parts, group)  # [cp, s, B, heads / cp, D]
-    return found.movedim(0, 2).flatten(2, 3).permute(1, 2, 0, 3)
+    chunks = context.permute(2, 0, 1, 3).unflatten(0, (group.size(), -1))
+    received: Tensor = _AllToAll.apply(chunks, group)  # [cp, s, B, heads / cp, D]
+    return received.movedim(0, 2).flatten(2, 3).permute(1, 2, 0, 3)
 
 
 class _AllToAll(torch.autograd.Function):
     """Send part i of [cp, ...] to rank i, and return the parts received, in rank order. Its gradient does the same."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = parts.contiguous()
-        found = torch.empty_like(parts)
-        dist.all_to_all_single(found, parts, group=group)
-        return found
+        chunks = chunks.contiguous()
+        received = torch.empty_like(chunks)
+        dist.all_to_all_single(received, chunks, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -88,13 +88,13 @@ def _fill(
     _set_dtype(partial / "config.json", plans[0][0][2])
     with open_tensors(source_dir) as held:
         # The student holds its head; one that it does not export is the source's copy of tied embeddings.
-        others = [name for name in held if name not in specs and not name.endswith("lm_head.weight")]
-        for name in others:
+        source_names = [name for name in held if name not in specs and not name.endswith("lm_head.weight")]
+        for name in source_names:
             header = held[name].get_slice(name)
             specs[name] = (name, tuple(header.get_shape()), _COPIED_DTYPES[header.get_dtype()])
         sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
         files = _split_into_files(sizes, max_shard_bytes)
-        all_tensors = chain(tensors, ((name, held[name].get_tensor(name)) for name in others))
+        all_tensors = chain(tensors, ((name, held[name].get_tensor(name)) for name in source_names))
         for file_name, names in files.items():
             write_safetensors(partial / file_name, [specs[name] for name in names], all_tensors)
     if len(files) > 1:
@@ -133,9 +133,9 @@ def _add_end_tokens(folder: Path, ids: Sequence[int]) -> None:
     generation = json.loads(file.read_text()) if file.exists() else {}
     config = json.loads((folder / "config.json").read_text())
     sources = (generation, config, config.get("text_config") or {})  # the order of `eos_token_ids`
-    found: Any = next((each for source in sources if (each := source.get("eos_token_id")) is not None), [])
-    known = found if isinstance(found, list) else [found]
-    generation["eos_token_id"] = [*known, *sorted({*ids} - {*known})]
+    eos_value: Any = next((value for source in sources if (value := source.get("eos_token_id")) is not None), [])
+    saved_ids = eos_value if isinstance(eos_value, list) else [eos_value]
+    generation["eos_token_id"] = [*saved_ids, *sorted({*ids} - {*saved_ids})]
     file.write_text(json.dumps(generation, indent=2) + "\n")
 
 

@@ -112,18 +112,18 @@ class HostCopies:
         """Return (pieces in `slabs`, the source of each); a piece that crosses the end of a slab is split."""
         pieces = []
         sources = []
-        at = 0
+        position = 0
         for piece in live:
             size = piece.data.itemsize
             done = 0
             while done < piece.data.numel():
-                number, offset = divmod(at, self._slab_bytes)
+                number, offset = divmod(position, self._slab_bytes)
                 n = min(piece.data.numel() - done, (self._slab_bytes - offset) // size)
                 target = slabs[number][offset : offset + n * size].view(piece.data.dtype)
                 pieces.append(Piece(piece.name, piece.kind, piece.part, piece.start + done, target))
                 sources.append(piece.data[done : done + n])
                 done = done + n
-                at = at + n * size
+                position = position + n * size
         return pieces, sources
 
     def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:

@@ -149,14 +149,14 @@ def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     begin = stop = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        at = int(tensor.storage_offset()) * tensor.itemsize
-        if current is not None and (storage.data_ptr() != current.data_ptr() or at != stop):
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        if current is not None and (storage.data_ptr() != current.data_ptr() or offset != stop):
             yield _raw(current, begin, stop)
             current = None
         if current is None:
-            begin = at
+            begin = offset
             current = storage
-        stop = at + tensor.nbytes
+        stop = offset + tensor.nbytes
     if current is not None:
         yield _raw(current, begin, stop)
 

@@ -75,14 +75,14 @@ class ShardReader:
         self._open: dict[Path, int] = {}
         self.index: dict[tuple[str, str, int], list[_Range]] = {}  # (name, kind, part) -> where its values are
         self._rng: dict[tuple[int, str], _Range] = {}
-        first, *others = self._rank_files()
+        first, *paths = self._rank_files()
         self.meta = self._add(first, 0)
-        for rank, path in enumerate(others, start=1):
+        for rank, path in enumerate(paths, start=1):
             if self._add(path, rank) != self.meta:
                 raise CheckpointError(f"{path} and {first.name} are of different checkpoints.")
-        if self.meta.get("world_size") != len(others) + 1:
+        if self.meta.get("world_size") != len(paths) + 1:
             raise CheckpointError(
-                f"{self.folder} has files of {len(others) + 1} ranks; {self.meta.get('world_size')} ranks wrote it."
+                f"{self.folder} has files of {len(paths) + 1} ranks; {self.meta.get('world_size')} ranks wrote it."
             )
         for key, ranges in self.index.items():
             ranges.sort(key=lambda item: item.start)
@@ -124,16 +124,16 @@ class ShardReader:
         # These may be live states, so avoid Tensor.numpy(): see `gkd.memory.states`.
         raw = np.from_dlpack(values.view(torch.uint8)).data
         size = values.itemsize
-        at = start
+        position = start
         for piece in ranges:
-            if piece.stop > at >= piece.start and at < stop:
+            if piece.stop > position >= piece.start and position < stop:
                 end = min(piece.stop, stop)
-                target = raw[(at - start) * size : (end - start) * size]
-                self._fill(target, piece.path, piece.offset + (at - piece.start) * size)
-                at = end
-        if at < stop:
+                target = raw[(position - start) * size : (end - start) * size]
+                self._fill(target, piece.path, piece.offset + (position - piece.start) * size)
+                position = end
+        if position < stop:
             raise CheckpointError(
-                f"{self.folder} lacks element {at} of {_describe(name, kind, part)}; requested {start}:{stop}."
+                f"{self.folder} lacks element {position} of {_describe(name, kind, part)}; requested {start}:{stop}."
             )
         return values
 
@@ -205,7 +205,7 @@ def _describe(name: str, kind: str, part: int) -> str:
 
 
 def check_same_student(
-    folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any], *, settings: Sequence[str], model: str
+    folder: str | Path, saved: Mapping[str, Any], current: Mapping[str, Any], *, settings: Sequence[str], model: str
 ) -> None:
     """Raise CheckpointError that names the first difference between the checkpoint's student and this one.
 
@@ -213,31 +213,31 @@ def check_same_student(
 
     Args:
         saved: the checkpoint's meta data.
-        own: this student's meta data, without the step.
+        current: this student's meta data, without the step.
         settings: keys whose values must be equal.
         model: key of the model's tensors by name, which must be equal, too.
     """
-    check_trained(folder, saved, own)
-    if missing := {"step", *own} - saved.keys():
+    check_trained(folder, saved, current)
+    if missing := {"step", *current} - saved.keys():
         raise CheckpointError(f"{folder} has no {', '.join(sorted(missing))} in its meta data.")
     for key in settings:
-        if saved[key] != own[key]:
-            raise CheckpointError(f"{folder} was saved with {key} = {saved[key]}, this student has {own[key]}.")
-    for name in dict.fromkeys([*own[model], *saved[model]]):
+        if saved[key] != current[key]:
+            raise CheckpointError(f"{folder} was saved with {key} = {saved[key]}, this student has {current[key]}.")
+    for name in dict.fromkeys([*current[model], *saved[model]]):
         in_checkpoint = saved[model].get(name, "missing")
-        here = own[model].get(name, "missing")
+        here = current[model].get(name, "missing")
         if in_checkpoint != here:
             raise CheckpointError(f"{folder} has a different model: {name} = {in_checkpoint}, this student has {here}.")
 
 
-def check_trained(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_trained(folder: str | Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise CheckpointError if one student trains adapters and the other one does not, or they train different ones.
 
     Args:
-        saved, own: meta data. `base`: digest of frozen weights; empty or missing without adapters. `shapes`: of all
+        saved, current: meta data. `base`: digest of frozen weights; empty or missing without adapters. `shapes`: of all
             trained tensors by name; may be missing without adapters.
     """
-    bases = saved.get("base", ""), own.get("base", "")
+    bases = saved.get("base", ""), current.get("base", "")
     if not all(bases) and any(bases):
         adapters, weights = ("the checkpoint", "this student") if bases[0] else ("this student", "the checkpoint")
         raise CheckpointError(
@@ -249,8 +249,8 @@ def check_trained(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str
             f"{folder} holds adapters of another base model than model.path. Fix: set model.path to the base model of "
             "the checkpoint."
         )
-    theirs = saved.get("shapes", own.get("shapes", {}))
-    ours = own.get("shapes", theirs)
+    theirs = saved.get("shapes", current.get("shapes", {}))
+    ours = current.get("shapes", theirs)
     for one, other, side in ((theirs, ours, "this student"), (ours, theirs, "the checkpoint")):
         if missing := sorted(one.keys() - other.keys()):
             raise CheckpointError(

@@ -220,10 +220,10 @@ class FrozenModel:
         missing = {part.name: (place, part) for place in self.places.values() for part in place.parts}
         with host_threads(self._n_threads):
             for name, whole in tensors:
-                found = missing.pop(name, None)
-                if found is None or tuple(whole.shape) != found[1].shape:
+                target = missing.pop(name, None)
+                if target is None or tuple(whole.shape) != target[1].shape:
                     raise ModelError(f"{name} {list(whole.shape)} does not match the frozen model, or occurred twice")
-                blend_part(*found, whole, ema)
+                blend_part(*target, whole, ema)
         if missing:
             raise ModelError(f"the frozen model did not receive {some_names(sorted(missing))}")
 
@@ -255,15 +255,15 @@ class FrozenModel:
         role = self.role
         with same_error(self.device), ShardReader(folder) as reader:
             saved = reader.meta.get(role)
-            own = self._dims()
+            model_dims = self._dims()
             if saved is None:
                 raise CheckpointError(
                     f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires. Fix: start "
                     "a new run in another trainer.run_dir."
                 )
-            for name in dict.fromkeys([*own, *saved]):
+            for name in dict.fromkeys([*model_dims, *saved]):
                 in_checkpoint = saved.get(name, "missing")
-                here = own.get(name, "missing")
+                here = model_dims.get(name, "missing")
                 if in_checkpoint != here:
                     raise CheckpointError(
                         f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} "
@@ -298,16 +298,16 @@ class FrozenModel:
     def check_plan(self, plan: Sequence[TensorPlan]) -> None:
         """Check that `refresh` accepts these tensors. Raises ModelError on all ranks: the models' tensors differ."""
         required = {part.name: part.shape for place in self.places.values() for part in place.parts}
-        given = {name: tuple(shape) for name, shape, _ in plan}
+        student_shapes = {name: tuple(shape) for name, shape, _ in plan}
         with same_error(self.device):
-            if missing := sorted(required.keys() - given.keys()):
+            if missing := sorted(required.keys() - student_shapes.keys()):
                 raise ModelError(f"the student has no {some_names(missing)}, which the teacher has")
-            if unknown := sorted(given.keys() - required.keys()):
+            if unknown := sorted(student_shapes.keys() - required.keys()):
                 raise ModelError(f"the teacher has no {some_names(unknown)}, which the student has")
-            for name, shape in given.items():
+            for name, shape in student_shapes.items():
                 if shape != required[name]:
-                    found = f"{list(shape)} in the student and {list(required[name])} in the teacher"
-                    raise ModelError(f"{name} is {found}")
+                    both_shapes = f"{list(shape)} in the student and {list(required[name])} in the teacher"
+                    raise ModelError(f"{name} is {both_shapes}")
 
     def _where(self, rollout: Rollout) -> str:
         return f"{self._name}, prompt {rollout.prompt_id}, sample {rollout.sample_index}"
@@ -322,9 +322,9 @@ class FrozenModel:
             raise TeacherError(f"{where}: token id {ids.min()} is negative")
         check_own(rollout, where)
         sequence = _sequence(rollout)
-        for each in params:
-            check_top_ids(rollout, each.n_given, where)
-            if (problem := request_problem(self, sequence, each)) is not None:
+        for request in params:
+            check_top_ids(rollout, request.n_given, where)
+            if (problem := request_problem(self, sequence, request)) is not None:
                 raise TeacherError(f"{where}: {problem}")
 
     def _run(
@@ -340,8 +340,8 @@ class FrozenModel:
         def read(hidden: Tensor, head: Tensor, **change: Any) -> None:
             nonlocal fault
             try:
-                for each in params if sequences else ():
-                    tables.append(_tables(hidden, partial(_logits, head=head, **change), len(head), sequences, each))
+                for request in params if sequences else ():
+                    tables.append(_tables(hidden, partial(_logits, head=head, **change), len(head), sequences, request))
             except ArithmeticError as error:
                 fault = error
 
@@ -372,8 +372,8 @@ def _tables(
         logits_of: [C, H] -> [C, V], with the LM head, which is gathered until this returns.
     """
     if params.signal == "topk" and len({sequence.given is None for sequence in sequences}) > 1:  # some of the dataset
-        parts = hidden.split([sequence.n_rows for sequence in sequences])
-        pairs = zip(parts, sequences, strict=True)
+        chunks = hidden.split([sequence.n_rows for sequence in sequences])
+        pairs = zip(chunks, sequences, strict=True)
         return [_tables(part, logits_of, vocab_size, [sequence], params)[0] for part, sequence in pairs]
     if params.signal == "hidden":
         hidden = hidden.float()  # a stream of bfloat16 would be its bits

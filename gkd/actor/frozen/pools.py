@@ -75,9 +75,9 @@ class LocalScoring(RecordedScoring):
         calls, results = call_scattered(self._workers(), "score", chunks, of=self._of)
         gather(calls, "teacher scoring", self._timeout_s)
         scored = []
-        for chunk, parts in zip(chunks, results, strict=True):
+        for chunk, reply in zip(chunks, results, strict=True):
             endpoint = self._endpoints[chunk.dp_rank]
-            scores, summary = endpoint.gather_scores.options(num_returns=2).remote(parts.sequence_indices, *parts.refs)
+            scores, summary = endpoint.gather_scores.options(num_returns=2).remote(reply.sequence_indices, *reply.refs)
             scored.append(PendingScores(chunk, scores, summary))
         return scored
 
@@ -86,7 +86,7 @@ class NoTeacher(LocalScoring):
     """Return chunks without scores, for evaluations without a teacher."""
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
-        return [ScoredChunk(each.rollouts, None, None, 0) for each in pending]
+        return [ScoredChunk(chunk.rollouts, None, None, 0) for chunk in pending]
 
 
 class PendingReference:
@@ -156,9 +156,9 @@ class ReferencePool:
             endpoint = self._endpoints[chunk.dp_rank]
             # This concurrency group does not wait for requests to a teacher server, which may be the next batch's.
             if chunk.on_policy:
-                parts = next(computed)
+                reply = next(computed)
                 gather_results = endpoint.gather_results.options(concurrency_group=RECORDS)
-                handles.append(gather_results.remote(parts.sequence_indices, *parts.refs))
+                handles.append(gather_results.remote(reply.sequence_indices, *reply.refs))
             else:
                 handles.append(endpoint.zeros.options(concurrency_group=RECORDS).remote(chunk.ref))
         return Pending(calls, "reference logprobs", self._timeout_s), handles
@@ -175,7 +175,7 @@ class PartialResults:
 def data_parallel_groups(world_size: int, config: Config) -> list[list[int]]:
     """Return the ranks of each data-parallel group."""
     layouts = layouts_of(config.actor, world_size)
-    return [[each.rank for each in layouts if each.dp_rank == group] for group in range(layouts[0].dp)]
+    return [[layout.rank for layout in layouts if layout.dp_rank == group] for group in range(layouts[0].dp)]
 
 
 def call_scattered(
@@ -205,15 +205,15 @@ def call_scattered(
     results = [PartialResults() for _ in chunks]
     # Every rank is called, also one without a sequence: each layer's weights are gathered from all of them.
     groups = groups or [[rank] for rank in range(len(workers))]
-    for ranks, parts in zip(groups, scatter_to_ranks(chunks, len(groups), attention_length), strict=True):
-        sequence_indices = [part.sequence_indices for part in parts]
-        rollouts = [chunks[part.chunk_index].ref for part in parts]
+    for ranks, chunk_parts in zip(groups, scatter_to_ranks(chunks, len(groups), attention_length), strict=True):
+        sequence_indices = [part.sequence_indices for part in chunk_parts]
+        rollouts = [chunks[part.chunk_index].ref for part in chunk_parts]
         for rank in ranks:
-            call = getattr(workers[rank], method).options(num_returns=1 + len(parts))
+            call = getattr(workers[rank], method).options(num_returns=1 + len(chunk_parts))
             returned = call.remote(sequence_indices, *rollouts, **options)
-            calls[f"{of} {rank}"], *refs = returned if parts else [returned]
+            calls[f"{of} {rank}"], *refs = returned if chunk_parts else [returned]
         # These are the results of the group's last rank; the others' are freed.
-        for part, ref in zip(parts, refs, strict=True):
+        for part, ref in zip(chunk_parts, refs, strict=True):
             results[part.chunk_index].sequence_indices.append(part.sequence_indices)
             results[part.chunk_index].refs.append(ref)
     return calls, results

@@ -133,23 +133,23 @@ class FrozenModels:
 
     def device_bytes(self) -> int:
         """Return the bytes of the models on this rank's device."""
-        return sum(each.model.device_bytes() for each in self._followers)
+        return sum(follower.model.device_bytes() for follower in self._followers)
 
     def after_step(self) -> None:
         """Let the models follow the student's training step, see `Follower.after_step`."""
-        for each in self._followers:
-            each.after_step()
+        for follower in self._followers:
+            follower.after_step()
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """Return the student's snapshot with the snapshots of the models that follow it. Not a collective."""
-        for each in self._followers:
-            snapshot = each.add_to(snapshot)
+        for follower in self._followers:
+            snapshot = follower.add_to(snapshot)
         return snapshot
 
     def load(self, folder: Path) -> None:
         """Load the models of a checkpoint that follow the student, see `Follower.load`."""
-        for each in self._followers:
-            each.load(folder)
+        for follower in self._followers:
+            follower.load(folder)
 
 
 class LocalTeacher:
@@ -195,7 +195,7 @@ class LocalTeacher:
         self._n_student_ids = derived.n_student_ids
         # The top-k table also holds the logprobs of the response tokens.
         requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
-        self._params = [self._score_params(config, each) for each in requested]
+        self._params = [self._score_params(config, signal) for signal in requested]
         self.follower = Follower(self.model, student, updates, self._hand_over_head)
         self._hand_over_head()
 
@@ -218,9 +218,9 @@ class LocalTeacher:
         texts = self._pair.for_teacher(rollouts)
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
         tables = self.model.score([texts[i] for i in asked], self._params)
-        found = {i: self._scores(t) for i, t in zip(asked, tables, strict=True)}
+        scores = {i: self._scores(t) for i, t in zip(asked, tables, strict=True)}
         teacher = self._teacher
-        return list(self._pair.completed(found, texts, self._hidden_size, teacher.topk, teacher.mass > 0).values())
+        return list(self._pair.completed(scores, texts, self._hidden_size, teacher.topk, teacher.mass > 0).values())
 
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:

@@ -81,8 +81,8 @@ def refuse_features(
         kwargs: further arguments of the attention function. Those that are not known may change the result.
         passes_window: the module passes its window or None. Others may have one in their mask, which is not built here.
     """
-    given = [name for name, value in kwargs.items() if isinstance(value, Tensor) or value]
-    features = [_FEATURES.get(name, f"the argument {name}") for name in given if name not in _WITHOUT_EFFECT]
+    passed = [name for name, value in kwargs.items() if isinstance(value, Tensor) or value]
+    features = [_FEATURES.get(name, f"the argument {name}") for name in passed if name not in _WITHOUT_EFFECT]
     if not passes_window and _has_masked_window(module):
         features.append("a sliding window that only its mask has")
     if attention_mask is not None:
@@ -134,9 +134,9 @@ class _PerSequence:
         if pack is None or pack.cu_seqlens is None:
             return self._forward(*args, **kwargs)
         cut = [_cut((args, kwargs), pack.lengths, i) for i in range(len(pack.lengths))]
-        results = [self._forward(*own, **more) for own, more in cut]
+        results = [self._forward(*positional, **more) for positional, more in cut]
         if isinstance(results[0], tuple):
-            return tuple(None if each[0] is None else torch.cat(each, dim=1) for each in zip(*results, strict=True))
+            return tuple(None if field[0] is None else torch.cat(field, dim=1) for field in zip(*results, strict=True))
         return torch.cat(results, dim=1)
 
 
@@ -146,9 +146,9 @@ def _cut(value: Any, lengths: Sequence[int], i: int) -> Any:
         has_columns = value.dim() > 1 and value.shape[1] == sum(lengths)
         return value.split(list(lengths), dim=1)[i] if has_columns else value
     if isinstance(value, tuple):
-        return tuple(_cut(each, lengths, i) for each in value)
+        return tuple(_cut(item, lengths, i) for item in value)
     if isinstance(value, dict):
-        return {name: _cut(each, lengths, i) for name, each in value.items()}
+        return {name: _cut(item, lengths, i) for name, item in value.items()}
     return replace(value, cu_seqlens=None, lengths=()) if isinstance(value, Pack) else value
 
 

@@ -61,8 +61,8 @@ def check_targets(hf: PreTrainedModel, lora: LoraConfig) -> None:
     frozen = [target for target in lora.targets if target in experts]
     if not (unmatched or frozen) and lora.targets:
         return
-    parts = [name.split(".") for name in names]
-    endings = sorted({".".join(part[-2:] if part[-1] in experts else part[-1:]) for part in parts})
+    paths = [name.split(".") for name in names]
+    endings = sorted({".".join(part[-2:] if part[-1] in experts else part[-1:]) for part in paths})
     problem = "no layer is named."
     if unmatched:
         problem = f"a {hf.config.model_type} model has no linear layer named {', '.join(unmatched)}."
@@ -76,7 +76,7 @@ def _layers_of_experts(hf: PreTrainedModel) -> set[str]:
     """Return the last parts of the names in the files of layers that are stacked in a parameter of all experts."""
     if not any(param.ndim == 3 for param in hf.parameters()):
         return set()
-    converters = [each for each in get_model_conversion_mapping(hf) if isinstance(each, WeightConverter)]
+    converters = [rule for rule in get_model_conversion_mapping(hf) if isinstance(rule, WeightConverter)]
     patterns = [pattern for converter in converters for pattern in converter.source_patterns]
     return {pattern.removesuffix(".weight").rpartition(".")[2] for pattern in patterns}
 
@@ -103,8 +103,8 @@ def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Pla
     for layer in [module for module in hf.modules() if isinstance(module, LoraLayer)]:
         base = layer.get_base_layer()
         if id(base) not in names:
-            own = type(base).__name__
-            problem = f"a matching {own} of a {hf.config.model_type} model shares its weight with another layer."
+            class_name = type(base).__name__
+            problem = f"a matching {class_name} of a {hf.config.model_type} model shares its weight with another layer."
             raise ConfigError("actor.lora.targets", lora.targets, problem, "remove that target.")
         a, b = (_float32_place(part[_ADAPTER]) for part in (layer.lora_A, layer.lora_B))
         adapters[names[id(base)]] = Adapter(a, b, layer.scaling[_ADAPTER], transposed=isinstance(base, Conv1D))

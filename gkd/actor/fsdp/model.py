@@ -324,17 +324,17 @@ def freeze_vision(hf: PreTrainedModel, vision: Vision, dtype: torch.dtype) -> No
 
     Of a trained tower it is the end of CLIP: LLaVA takes its features from an earlier layer, and vLLM leaves it out.
     """
-    parts: list[nn.Module] = []
+    modules: list[nn.Module] = []
     if vision == "frozen":
-        parts = [getattr(parent, name) for parent, name, _ in outside_parts(hf)]
+        modules = [getattr(parent, name) for parent, name, _ in outside_parts(hf)]
     elif vision == "trained" and hf.config.model_type == "llava":
         tower: Any = hf.base_model.vision_tower
         layers = tower.encoder.layers
         chosen = hf.config.vision_feature_layer
         # States are numbered from the embeddings, and negative numbers count from the last layer.
         numbers = [number % (len(layers) + 1) for number in (chosen if isinstance(chosen, list) else [chosen])]
-        parts = [*layers[max(numbers) :], tower.post_layernorm]
-    for part in parts:
+        modules = [*layers[max(numbers) :], tower.post_layernorm]
+    for part in modules:
         part.to(dtype).requires_grad_(False)
         setattr(part, _FROZEN, True)
 
@@ -437,15 +437,15 @@ def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
     if pinned and block.numel():
         page_lock(block)
         _PINNED.append(block)
-    at = 0
+    offset = 0
     for shard, size in zip(shards, n_bytes, strict=True):
         old = shard._sharded_param_data
         local = shard.sharded_param._local_tensor
-        new = block[at : at + old.nbytes].view(old.dtype)
+        new = block[offset : offset + old.nbytes].view(old.dtype)
         new.copy_(old)
         # Like `FSDPParam.reset_sharded_param`: padding rows at the end are only in the record.
         shard._sharded_param_data = new
         shard.sharded_param._local_tensor = new[: prod(local.shape)].view(local.shape)
         shard.pin_memory = pinned
-        at += size
+        offset += size
     return block

@@ -61,14 +61,14 @@ def run_batch(
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
     reader = model.image_processor
     waited_s = 0.0 if reader is None else -reader.waited_s
-    own = parts_of(micro_batches, model.columns)
+    rank_batches = parts_of(micro_batches, model.columns)
     filler = model.columns.part_of(empty_micro_batch())
     with passes_of(model):
         for i in range(max(1, agreement.largest)):
-            batch = own[i] if i < len(own) else filler
+            batch = rank_batches[i] if i < len(rank_batches) else filler
             targets = batch.targets
             assert targets is not None  # checked
-            later = without_targets(own[i + 1 : i + 2]) if reader is not None else ()
+            later = without_targets(rank_batches[i + 1 : i + 2]) if reader is not None else ()
             loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=fused)
             totals += torch.cat([token_counts(batch, targets, device), values])
             if backward:
@@ -109,16 +109,16 @@ def run_logprobs(
         for batch in without_targets(micro_batches):
             _check(model, batch, micro_batches, loss, packing=packing, needs_scores=False)
             batches.append(with_next_tokens(batch))
-    own = parts_of(batches, model.columns)
+    rank_batches = parts_of(batches, model.columns)
     filler = model.columns.part_of(empty_micro_batch())
-    found = []
+    outputs = []
     with passes_of(model):
         for i in range(agreement.largest):
-            batch = own[i] if i < len(own) else filler
-            later = own[i + 1 : i + 2]
+            batch = rank_batches[i] if i < len(rank_batches) else filler
+            later = rank_batches[i + 1 : i + 2]
             logprobs = _next_token_logprobs(model, batch, loss, fused=fused, device=device, later=later)
-            found += [logprobs.float().cpu()] if i < len(own) else []
-    return model.columns.whole(found, batches)
+            outputs += [logprobs.float().cpu()] if i < len(rank_batches) else []
+    return model.columns.whole(outputs, batches)
 
 
 def _check(
@@ -150,8 +150,8 @@ def _next_token_logprobs(
     assert batch.targets is not None
     ids = batch.targets.sampled_ids.to(device)
     if fused:
-        found: Tensor = forward(model, batch, device, later, use=partial(logprobs_of_hidden, loss, ids=ids))
-        return found
+        logprobs: Tensor = forward(model, batch, device, later, use=partial(logprobs_of_hidden, loss, ids=ids))
+        return logprobs
     return logprobs_of_logits(loss, forward(model, batch, device, later), ids)
 
 
@@ -178,7 +178,7 @@ def forward(
         positions = batch.position_ids.to(device)
     if model.image_processor is not None:
         arguments["images"] = read_images(model.hf, model.image_processor, batch, device)
-        model.image_processor.prepare(image for each in later for images in each.images for image in images)
+        model.image_processor.prepare(image for ahead in later for images in ahead.images for image in images)
     tokens = batch.tokens.to(device)
     rows = batch.loss_index.to(device)
     return model(tokens, rows, position_ids=positions, pack=pack, **arguments)

@@ -120,20 +120,20 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
 def _pack_differences(root: LossModel, device: torch.device) -> str:
     """Return how a pack of two sequences differs from each alone, or these from the model's own attention."""
     text = root.hf.config.get_text_config()
-    parts = (torch.arange(sum(_LENGTHS), device=device) * 7 % min(int(text.vocab_size), 1000)).split(_LENGTHS)
-    packed = _logits(root, parts)
-    alone = torch.cat([_logits(root, [part]) for part in parts])
+    sequences = (torch.arange(sum(_LENGTHS), device=device) * 7 % min(int(text.vocab_size), 1000)).split(_LENGTHS)
+    packed = _logits(root, sequences)
+    alone = torch.cat([_logits(root, [part]) for part in sequences])
     attention = text._attn_implementation
     text._attn_implementation = "eager"
     try:
-        own = torch.cat([root(part[None], torch.arange(len(part), device=device)) for part in parts])
+        eager = torch.cat([root(part[None], torch.arange(len(part), device=device)) for part in sequences])
     finally:
         text._attn_implementation = attention
     expected = alone.float().log_softmax(-1)
     chosen = expected.topk(min(_N_TOKENS, expected.shape[1])).indices
     leak, other = (
-        (expected - each.float().log_softmax(-1)).gather(1, chosen).abs().amax(1).nan_to_num(torch.inf)
-        for each in (packed, own)
+        (expected - logits.float().log_softmax(-1)).gather(1, chosen).abs().amax(1).nan_to_num(torch.inf)
+        for logits in (packed, eager)
     )
     # The first sequence of a pack has none before it, so its difference is that of the kernels' rounding.
     rounding = float(leak[: _LENGTHS[0]].max())
@@ -145,14 +145,14 @@ def _pack_differences(root: LossModel, device: torch.device) -> str:
     return ""
 
 
-def _logits(root: LossModel, parts: Sequence[Tensor]) -> Tensor:
+def _logits(root: LossModel, texts: Sequence[Tensor]) -> Tensor:
     """Return [S, V], of sequences in one pack."""
-    lengths = [len(part) for part in parts]
-    device = parts[0].device
+    lengths = [len(part) for part in texts]
+    device = texts[0].device
     borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     rows = torch.arange(sum(lengths), device=device)
-    logits: Tensor = root(torch.cat(list(parts))[None], rows, position_ids=positions[None], pack=Pack(borders, lengths))
+    logits: Tensor = root(torch.cat(list(texts))[None], rows, position_ids=positions[None], pack=Pack(borders, lengths))
     return logits
 
 

@@ -183,16 +183,16 @@ class FsdpStudent(Student):
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards
         meta = self._meta() | {"step": self.step, "skipped": self.skipped}
-        pieces = [Piece(name, kind, 0, start, own[kind]) for name, start, own in self._owned() for kind in KINDS]
+        pieces = [Piece(name, kind, 0, start, states[kind]) for name, start, states in self._owned() for kind in KINDS]
         return self._host_copies.snapshot(pieces, meta, rng_state(), copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
-        own = self._meta()
+        meta = self._meta()
         step = skipped = 0
         with same_error(self.device), ShardReader(folder) as reader:
             settings = ("strategy", "dtype", "lora_scale", "base")
-            check_same_student(folder, reader.meta, own, settings=settings, model="shapes")
+            check_same_student(folder, reader.meta, meta, settings=settings, model="shapes")
             step = int(reader.meta["step"])
             skipped = int(reader.meta.get("skipped", 0))
             with torch.no_grad():
@@ -201,7 +201,7 @@ class FsdpStudent(Student):
                         tensor.copy_(reader.read(name, kind, 0, start, start + tensor.numel()))
             for place in self.trained_places().values():
                 self._optimizer.state[place.tensor]["step"].fill_(step - skipped)
-            if reader.meta["world_size"] == own["world_size"] and reader.meta["device"] == own["device"]:
+            if reader.meta["world_size"] == meta["world_size"] and reader.meta["device"] == meta["device"]:
                 restore_rng(reader.rng(dist.get_rank()), folder)
         self.step = step
         self.skipped = skipped
@@ -314,8 +314,8 @@ def readers(saved: ShardReader, config: Config, base: Path, held: Mapping[str, A
     frozen = frozen_vision(hf)
     places = match_files(hf, base, held)
     trained = {name: list(place.shape) for name, place in places.items() if place.tensor.requires_grad}
-    own = {"base": weights_digest(base) if saved.meta["base"] else "", "shapes": shapes if scale else trained}
-    check_same_student(saved.folder, saved.meta, own, settings=(), model="shapes")
+    meta = {"base": weights_digest(base) if saved.meta["base"] else "", "shapes": shapes if scale else trained}
+    check_same_student(saved.folder, saved.meta, meta, settings=(), model="shapes")
 
     @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
     def param(name: str) -> Tensor:

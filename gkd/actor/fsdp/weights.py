@@ -79,10 +79,10 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
     """
     places, aliases = named_places(hf)
     try:
-        parts = file_parts(hf, tensors, {name: place.shape for name, place in places.items()} | aliases)
+        sources = file_parts(hf, tensors, {name: place.shape for name, place in places.items()} | aliases)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
-    unread = {part.name for name in aliases for part in parts.get(name, [])} | outside_names(hf, tensors)
+    unread = {part.name for name in aliases for part in sources.get(name, [])} | outside_names(hf, tensors)
     ignored = tuple(hf._keys_to_ignore_on_load_unexpected or ())
 
     def is_ignorable(name: str) -> bool:
@@ -92,7 +92,7 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
     shapes: dict[str, tuple[int, ...]] = {}
     floats: set[str] = set()
     for name, place in places.items():
-        expected = {part.name: part.shape for part in parts.get(name, [])} or {name: place.shape}
+        expected = {part.name: part.shape for part in sources.get(name, [])} or {name: place.shape}
         shapes |= expected
         if place.tensor.is_floating_point():
             floats |= expected.keys()
@@ -104,7 +104,7 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
         is_ignorable=is_ignorable,
         is_float=floats.__contains__,
     )
-    return {name: replace(place, parts=tuple(parts[name])) for name, place in places.items()}
+    return {name: replace(place, parts=tuple(sources[name])) for name, place in places.items()}
 
 
 def check_weight_files(hf: PreTrainedModel, folder: Path) -> None:
@@ -221,35 +221,35 @@ def file_parts(
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    parts: dict[str, list[FilePart]] = {}
+    sources: dict[str, list[FilePart]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     # Order names as transformers stacks their tensors: by the numbers in them.
     for name in sorted(names, key=dot_natural_key):
-        own, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, dict(shapes))
-        if own not in shapes and name in shapes:
-            own = name
+        target, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, dict(shapes))
+        if target not in shapes and name in shapes:
+            target = name
             pattern = None
-        if own not in shapes:
+        if target not in shapes:
             continue
         if pattern is not None:
-            groups[own][pattern].append(name)
+            groups[target][pattern].append(name)
         else:
-            parts.setdefault(own, []).append(FilePart(name, (0,) * len(shapes[own]), shapes[own]))
-    for own, found in groups.items():
-        converter = by_pattern[next(iter(found))]
-        parts[own] = [*parts.get(own, []), *_fused_parts(hf, converter, own, shapes[own], found)]
-    for own, matches in parts.items():
-        if own not in groups and len(matches) > 1:
-            raise ModelError(f"{' and '.join(part.name for part in matches)} map to the same tensor, {own}.")
-    return parts
+            sources.setdefault(target, []).append(FilePart(name, (0,) * len(shapes[target]), shapes[target]))
+    for target, matched in groups.items():
+        converter = by_pattern[next(iter(matched))]
+        sources[target] = [*sources.get(target, []), *_fused_parts(hf, converter, target, shapes[target], matched)]
+    for target, matches in sources.items():
+        if target not in groups and len(matches) > 1:
+            raise ModelError(f"{' and '.join(part.name for part in matches)} map to the same tensor, {target}.")
+    return sources
 
 
 def _fused_parts(
     hf: PreTrainedModel,
     converter: WeightConverter,
-    own: str,
+    target: str,
     shape: tuple[int, ...],
-    found: Mapping[str, list[str]],
+    matched: Mapping[str, list[str]],
 ) -> list[FilePart]:
     """Return the parts of a parameter that concatenates one or more stacks of tensors."""
     match converter.operations:
@@ -261,20 +261,20 @@ def _fused_parts(
             what = " and ".join(type(operation).__name__ for operation in operations)
             raise ModelError(
                 f"transformers converts tensors of a {hf.config.model_type} model in a way that the student does not: "
-                f"{what} for {own}.",
+                f"{what} for {target}.",
                 "use another model.",
             )
     patterns = converter.source_patterns
     width = shape[dim] // len(patterns) if dim is not None else 0
-    parts = []
+    sources = []
     for i, pattern in enumerate(patterns):
-        if len(names := found.get(pattern, [])) != shape[0]:
-            raise ModelError(f"{own} needs {shape[0]} tensors named {pattern}; the files have {len(names)}.")
+        if len(names := matched.get(pattern, [])) != shape[0]:
+            raise ModelError(f"{target} needs {shape[0]} tensors named {pattern}; the files have {len(names)}.")
         for row, name in enumerate(names):
             start = [row, *(0 for _ in shape[1:])]
             sizes = [1, *shape[1:]]
             if dim is not None:
                 start[dim] = i * width
                 sizes[dim] = width
-            parts.append(FilePart(name, tuple(start), tuple(sizes), stacked=True))
-    return parts
+            sources.append(FilePart(name, tuple(start), tuple(sizes), stacked=True))
+    return sources

@@ -94,14 +94,14 @@ def _owned(
     entries = {params[entry.param]: entry for entry in model.trained_entries()}
     for part in optimizer.chained_optimizers:
         for param in part.model_param_gbuf_map:
-            own = part._get_model_param_range_map(param)["param"]
+            shard_range = part._get_model_param_range_map(param)["param"]
             main = part._get_main_param_and_optimizer_states(param)["param"]
             state = part.optimizer.state[main]
             for moment in KINDS[1:]:
                 if moment not in state:  # before the first step; the optimizer starts with zeros, too
                     state[moment] = torch.zeros_like(main)
             tensors = {"param": main, **{moment: state[moment] for moment in KINDS[1:]}}
-            yield entries[param], own.start, own.end, tensors
+            yield entries[param], shard_range.start, shard_range.end, tensors
 
 
 def _is_split(entry: TensorEntry) -> bool:
@@ -147,14 +147,14 @@ def _read_vocab(
     whole = math.prod(entry.hf_shapes[0])
     begin = model.layout.tp_rank * math.prod(part_shape(entry, model.layout.tp))
     values = torch.zeros(stop - start)  # padding after the vocabulary stays zero
-    at = begin + start
+    position = begin + start
     end = min(begin + stop, whole)
-    while at < end:
-        part, offset = divmod(at, old_size)
-        n = min(end - at, old_size - offset)
-        done = at - begin - start
+    while position < end:
+        part, offset = divmod(position, old_size)
+        n = min(end - position, old_size - offset)
+        done = position - begin - start
         reader.read(entry.hf_names[0], kind, part, offset, offset + n, out=values[done : done + n])
-        at += n
+        position += n
     return values
 
 
@@ -189,17 +189,17 @@ def readers(saved: ShardReader, config: Config, base: Path, held: Mapping[str, A
     dims = read_megatron_dims(base)
     lora = config.actor.lora
     dtype = getattr(torch, saved.meta["dtype"])
-    own = {"dims": json.loads(json.dumps(asdict(dims))), "base": weights_digest(base) if lora.rank else ""}
-    check_same_student(saved.folder, {"base": "", **saved.meta}, own, settings=(), model="dims")
-    adapters = {each.weight: each for each in adapters_of(dims, WHOLE, lora)} if lora.rank else {}
+    meta = {"dims": json.loads(json.dumps(asdict(dims))), "base": weights_digest(base) if lora.rank else ""}
+    check_same_student(saved.folder, {"base": "", **saved.meta}, meta, settings=(), model="dims")
+    adapters = {adapter.weight: adapter for adapter in adapters_of(dims, WHOLE, lora)} if lora.rank else {}
 
     @lru_cache(maxsize=2)  # a parameter may be several tensors, an adapter is two
     def param(entry: TensorEntry) -> tuple[Tensor, ...]:
         n_parts = saved.meta["layout"]["tp"] if _is_split(entry) else 1
         shape = part_shape(entry, n_parts)
         size = math.prod(shape)
-        parts = [saved.read(entry.hf_names[0], "param", i, 0, size).view(shape) for i in range(n_parts)]
-        return entry.layout.join(torch.stack(parts), dims)
+        shards = [saved.read(entry.hf_names[0], "param", i, 0, size).view(shape) for i in range(n_parts)]
+        return entry.layout.join(torch.stack(shards), dims)
 
     def tensor(entry: TensorEntry, i: int, dtype: torch.dtype) -> Tensor:
         name = entry.hf_names[i]

@@ -106,8 +106,8 @@ class GroupedQkv(TensorLayout):
         rows = shards.flatten(0, 1)
         q_rows = dims.n_heads // dims.n_kv_heads * dims.head_dim
         grouped = rows.view(dims.n_kv_heads, q_rows + 2 * dims.head_dim, *rows.shape[1:])
-        parts = torch.split(grouped, [q_rows, dims.head_dim, dims.head_dim], dim=1)
-        return tuple(part.reshape(-1, *part.shape[2:]) for part in parts)
+        qkv = torch.split(grouped, [q_rows, dims.head_dim, dims.head_dim], dim=1)
+        return tuple(part.reshape(-1, *part.shape[2:]) for part in qkv)
 
 
 Shape: TypeAlias = tuple[int, ...]

@@ -233,8 +233,8 @@ class LocalAngles(SelfAttention):
         """See Megatron's. All layers use the same halves, which are kept, for `rotate` keeps a table with each."""
         if not hasattr(rotary_pos_emb, "gkd_halves"):
             rotary_pos_emb.gkd_halves = rotary_pos_emb.chunk(2, dim=-1)
-        own = rotary_pos_emb.gkd_halves[_has_window(self.config, self.layer_number)]
-        return super().forward(hidden_states, rotary_pos_emb=own, **options)
+        layer_rope = rotary_pos_emb.gkd_halves[_has_window(self.config, self.layer_number)]
+        return super().forward(hidden_states, rotary_pos_emb=layer_rope, **options)
 
 
 class ScaledQueries(SelfAttention):
@@ -250,8 +250,8 @@ class ScaledQueries(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
         """See Megatron's. Scaling before the rotation is the same as after it."""
-        query, *others = super().get_query_key_value_tensors(*args, **options)
-        return query * self._scale.to(query.dtype), *others
+        query, *key_value = super().get_query_key_value_tensors(*args, **options)
+        return query * self._scale.to(query.dtype), *key_value
 
 
 def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:

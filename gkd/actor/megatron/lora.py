@@ -161,8 +161,8 @@ class LinearAdapters(nn.Module):
         every_a = torch.cat([part.get_parameter("a") for part in self._parts.values()])
         low = self._over_tp(F.linear(inputs, every_a.to(inputs.dtype)))
         blocks = {
-            number: self._scale * F.linear(own, part.get_parameter("b").to(own.dtype))
-            for (number, part), own in zip(self._parts.items(), low.chunk(len(self._parts), dim=-1), strict=True)
+            number: self._scale * F.linear(low_rank, part.get_parameter("b").to(low_rank.dtype))
+            for (number, part), low_rank in zip(self._parts.items(), low.chunk(len(self._parts), dim=-1), strict=True)
         }
         groups = [
             blocks[number].unflatten(-1, (self._n_groups, size))
@@ -201,13 +201,13 @@ def add_adapters(
         modules: of the stage, by name as in `TensorEntry.param`.
         seed: of the first values, which do not depend on the layout and are the same as with fsdp2.
     """
-    found = {adapter.weight: adapter for adapter in adapters_of(dims, layout, lora)}
+    local_adapters = {adapter.weight: adapter for adapter in adapters_of(dims, layout, lora)}
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters_of(dims, WHOLE, lora):
         whole_a = first_a(adapter.a.hf_shapes[0], generator)  # drawn even for other stages, to advance the generator
-        if (own := found.get(adapter.weight)) is not None:
-            _add_adapter(modules[_layer(own.linear.param)], own, whole_a, dims, layout, lora)
-    return list(found.values())
+        if (local_adapter := local_adapters.get(adapter.weight)) is not None:
+            _add_adapter(modules[_layer(local_adapter.linear.param)], local_adapter, whole_a, dims, layout, lora)
+    return list(local_adapters.values())
 
 
 def _add_adapter(
@@ -222,8 +222,8 @@ def _add_adapter(
             linear, splits_inputs=_splits_inputs(entry), sizes=sizes, n_groups=n_groups, scale=lora.scale
         )
     a, b = (
-        _local_part(each, whole, dims, layout, linear.get_parameter("weight").device)
-        for each, whole in ((adapter.a, whole_a), (adapter.b, torch.zeros(adapter.b.hf_shapes[0])))
+        _local_part(factor, whole, dims, layout, linear.get_parameter("weight").device)
+        for factor, whole in ((adapter.a, whole_a), (adapter.b, torch.zeros(adapter.b.hf_shapes[0])))
     )
     linear.get_submodule("adapters").add(adapter.a.param.split(".")[-2], adapter.part, a, b)  # type: ignore[operator]
 

@@ -59,11 +59,11 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
     family = FAMILIES[dims.model_type]
     rope = config.rope_parameters
     rotates = config.no_rope_layers[: dims.n_layers] if family.has_no_rope_layers else ()
-    own: dict[str, Any] = {}
+    gemma_dims: dict[str, Any] = {}
     if dims.is_gemma:
-        own["has_window"] = tuple(kind == "sliding_attention" for kind in config.layer_types)
-        own["local_inv_freq"] = _rope_inv_freq(folder, config, dims.head_dim, "sliding_attention")
-        own["attention_scale"] = config.query_pre_attn_scalar**-0.5
+        gemma_dims["has_window"] = tuple(kind == "sliding_attention" for kind in config.layer_types)
+        gemma_dims["local_inv_freq"] = _rope_inv_freq(folder, config, dims.head_dim, "sliding_attention")
+        gemma_dims["attention_scale"] = config.query_pre_attn_scalar**-0.5
     return MegatronDims(
         **{field.name: getattr(dims, field.name) for field in fields(dims)},
         norm_eps=config.rms_norm_eps,
@@ -72,7 +72,7 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
         if dims.scales_queries
         else None,
         no_rope=tuple(not layer for layer in rotates),
-        **own,
+        **gemma_dims,
     )
 
 
@@ -231,13 +231,13 @@ def _table(values: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
 
     All layers of a micro-batch use the same, which are kept in an attribute of the angles.
     """
-    found = getattr(angles, "gkd_rotation", None)
-    if found is None or found[0].dtype != values.dtype:
-        found = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
-        for part in found:
+    rotation = getattr(angles, "gkd_rotation", None)
+    if rotation is None or rotation[0].dtype != values.dtype:
+        rotation = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+        for part in rotation:
             maybe_mark_dynamic(part, 0)
-        angles.gkd_rotation = found  # type: ignore[attr-defined]
-    return found
+        angles.gkd_rotation = rotation  # type: ignore[attr-defined]
+    return rotation
 
 
 class _Rotation(torch.autograd.Function):

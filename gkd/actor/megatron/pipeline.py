@@ -122,15 +122,15 @@ def run_logprobs(
     def next_token_logprobs(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         assert batch.targets is not None
         ids = batch.targets.sampled_ids.to(device)
-        found = logprobs_of_hidden(loss, output, model.lm_head, ids) if fused else logprobs_of_logits(loss, output, ids)
-        return torch.zeros((), device=device), torch.ones((), dtype=torch.int, device=device), found.float()
+        log_q = logprobs_of_hidden(loss, output, model.lm_head, ids) if fused else logprobs_of_logits(loss, output, ids)
+        return torch.zeros((), device=device), torch.ones((), dtype=torch.int, device=device), log_q.float()
 
     forward = partial(_forward_step, device=device, fused=fused, loss_function=next_token_logprobs)
     shapes = [batch.tokens.shape for batch in batches]
     outputs = _schedule(ddps, model, batches, shapes, forward, forward_only=True)
     sizes = [len(model.columns.rows(batch)) for batch in batches]
-    found = torch.cat(outputs)[: sum(sizes)] if model.layout.is_last_stage else torch.empty(sum(sizes), device=device)
-    return model.columns.whole(_from_last_stage(found, model).cpu().split(sizes), batches)
+    log_q = torch.cat(outputs)[: sum(sizes)] if model.layout.is_last_stage else torch.empty(sum(sizes), device=device)
+    return model.columns.whole(_from_last_stage(log_q, model).cpu().split(sizes), batches)
 
 
 def _from_last_stage(tensor: Tensor, model: StudentModel) -> Tensor:
@@ -155,11 +155,11 @@ def _schedule(
     Micro-batches without loss are appended if this rank has too few.
     """
     n_batches = _n_common(len(batches), model)
-    own = parts_of(batches, model.columns)
+    rank_batches = parts_of(batches, model.columns)
     fillers = [model.columns.part_of(empty_micro_batch())] * (n_batches - len(batches))
     # Only the chunk with the LM head reads the teacher's tables.
     holds_head = [model.layout.holds_head(chunk) for chunk in range(len(ddps))]
-    iterators = [chain(own if holds else without_targets(own), fillers) for holds in holds_head]
+    iterators = [chain(rank_batches if holds else without_targets(rank_batches), fillers) for holds in holds_head]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,

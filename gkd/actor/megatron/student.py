@@ -259,11 +259,11 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
     )
-    own = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.cp)
-    if sizes != own:
-        found, wanted = (" ".join(map("{}={}".format, ("tp", "pp", "vpp", "ep", "cp"), each)) for each in (sizes, own))
+    dims = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.cp)
+    if sizes != dims:
+        built, wanted = (" ".join(map("{}={}".format, ("tp", "pp", "vpp", "ep", "cp"), axes)) for axes in (sizes, dims))
         raise ClusterError(
-            f"Megatron's groups of this process have {found}, the layout has {wanted}. "
+            f"Megatron's groups of this process have {built}, the layout has {wanted}. "
             "Fix: start a new process; groups are global to a process."
         )
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -278,8 +278,8 @@ def probe_groups(groups: ProcessGroupCollection, device: torch.device, on_phase:
     Raises:
         ClusterError: see `probe_group`.
     """
-    made = {name: getattr(groups, name) for name in _USED}
-    mine = {name: group for name, group in made.items() if isinstance(group, dist.ProcessGroup)}
+    used_groups = {name: getattr(groups, name) for name in _USED}
+    mine = {name: group for name, group in used_groups.items() if isinstance(group, dist.ProcessGroup)}
     for name, group in distinct_groups(mine).items():
         on_phase(f"probing group {name} of ranks {dist.get_process_group_ranks(group)}")
         probe_group(name, group, device)

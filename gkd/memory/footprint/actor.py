@@ -128,7 +128,7 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
     check_context_split(actor.cp, (dims.n_heads // actor.tp,), (dims.n_kv_heads // actor.tp,))
     per_chunk = dims.n_layers // (actor.pp * actor.vpp)
     _, _, n_batches = largest_micro_batch(config)
-    found = []
+    stages = []
     for number in range(actor.pp):
         first = number == 0
         last = number == actor.pp - 1
@@ -147,8 +147,8 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
         if actor.vpp > 1:
             ahead = (actor.pp - number - 1) * 2 + (actor.vpp - 1) * actor.pp + 1
             in_flight = min(ahead, -(-n_batches // actor.pp) * actor.pp * actor.vpp)
-        found.append(Stage(layers, last, dense + experts, owned, adapters, in_flight))
-    return found
+        stages.append(Stage(layers, last, dense + experts, owned, adapters, in_flight))
+    return stages
 
 
 def fsdp_stages(config: Config, model: ModelFolder) -> list[Stage]:
@@ -179,21 +179,21 @@ def actor_parts(
         ConfigError, ModelError: as `megatron_stages`.
     """
     actor = config.actor
-    found = []
+    stage_sizes = []
     for stage in _STAGES[actor.backend_name](config, model):
-        parts = _states(config, stage)
+        sizes = _states(config, stage)
         if actor.fsdp_cpu_offload and not on_cpu:
             # Gradients come to the host one by one, and torch rounds the pinned memory of each up to a power of two.
-            parts = {"offloaded": sum(parts.values()) + parts["gradients"]}
+            sizes = {"offloaded": sum(sizes.values()) + sizes["gradients"]}
         if config.derived.vision == "frozen":  # it is whole on each rank
-            parts["vision"] = itemsize(config) * model.vision_params
-        parts |= _training_step(config, model, stage, on_cpu=on_cpu)
+            sizes["vision"] = itemsize(config) * model.vision_params
+        sizes |= _training_step(config, model, stage, on_cpu=on_cpu)
         if config.teacher.signal == "hidden" and stage.last and teacher_hidden is not None:
-            parts["teacher_head"] = FLOAT32 * -(-model.dims.vocab_size // actor.tp) * teacher_hidden
-        parts["weight_sync"] = _weight_sync(config, model, stage)
-        parts["saved_copy"] = 3 * FLOAT32 * stage.owned
-        found.append(parts)
-    return found
+            sizes["teacher_head"] = FLOAT32 * -(-model.dims.vocab_size // actor.tp) * teacher_hidden
+        sizes["weight_sync"] = _weight_sync(config, model, stage)
+        sizes["saved_copy"] = 3 * FLOAT32 * stage.owned
+        stage_sizes.append(sizes)
+    return stage_sizes
 
 
 def _states(config: Config, stage: Stage) -> dict[str, int]:

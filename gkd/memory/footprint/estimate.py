@@ -71,17 +71,17 @@ class RankFootprint:
     @property
     def resident_bytes(self) -> int:
         """Bytes on the device outside of all phases."""
-        others = {name for names in (*PHASES.values(), HOST_PARTS) for name in names}
-        return sum(size for name, size in self.parts.items() if name not in others)
+        phase_parts = {name for names in (*PHASES.values(), HOST_PARTS) for name in names}
+        return sum(size for name, size in self.parts.items() if name not in phase_parts)
 
     def phases(self) -> dict[Phase, int]:
         """Return the bytes on the device in each phase that this rank has."""
-        found = {}
+        peaks = {}
         for phase, names in PHASES.items():
             if phase == Phase.TRAIN or any(name in self.parts for name in names):
                 away = self.sum_of(_AWAY.get(phase, ())) if "moved_states" in self.parts else 0
-                found[phase] = self.resident_bytes - away + self.sum_of(names)
-        return found
+                peaks[phase] = self.resident_bytes - away + self.sum_of(names)
+        return peaks
 
     def sum_of(self, names: tuple[str, ...]) -> int:
         """Return the bytes of these parts together."""
@@ -126,19 +126,19 @@ def footprint(config: Config, models: RunModels, gpu_bytes: int | None = None) -
     server = round((gpu_bytes or 0) * config.cluster.teacher_gpu_share)
     common = {} if on_cpu else {"context": CONTEXT_BYTES, "teacher_server": server}
     stages = actor_parts(config, models.student, on_cpu=on_cpu, teacher_hidden=models.teacher_hidden)
-    found = []
-    for number, parts in enumerate(stages):
+    footprints = []
+    for number, sizes in enumerate(stages):
         if derived.moves_states:  # gradients are not kept
-            parts["moved_states"] = sum(parts.get(name, 0) for name in MOVED_STATES if name != "gradients")
+            sizes["moved_states"] = sum(sizes.get(name, 0) for name in MOVED_STATES if name != "gradients")
         for name, model in (("teacher", models.local_teacher), ("reference", models.reference)):
             if model is not None:
-                parts |= _frozen(config, name, model, parts["saved_copy"], on_cpu=on_cpu)
+                sizes |= _frozen(config, name, model, sizes["saved_copy"], on_cpu=on_cpu)
         if save_interval(config.trainer.save_every) == Interval() and not config.trainer.keep_best:
-            parts["saved_copy"] = 0
-        found.append(RankFootprint("actor", number * derived.world_size // len(stages), parts | common))
+            sizes["saved_copy"] = 0
+        footprints.append(RankFootprint("actor", number * derived.world_size // len(stages), sizes | common))
     if config.trainer.colocate and not on_cpu:
         common["teacher_server"] = 0  # on a shared GPU it counts once
-    return *found, _engine(config, models.student, common, gpu_bytes, on_cpu=on_cpu)
+    return *footprints, _engine(config, models.student, common, gpu_bytes, on_cpu=on_cpu)
 
 
 def _frozen(config: Config, name: str, model: ModelFolder, saved_copy: int, *, on_cpu: bool) -> dict[str, int]:
@@ -187,7 +187,7 @@ def _engine(
     n_tokens = min(_BATCHED_TOKENS[on_cpu] * (rollout.tp if on_cpu else 1), rollout.sequence_limit * longest)
     # One layer has its input, the residual and a norm's output, both halves of the MLP's projection, and their product.
     widest = 3 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // rollout.tp
-    parts = {
+    sizes = {
         "weights": b * total // rollout.tp + b * adapters * config.derived.engine_adapter_rank,  # padded to this rank
         "activations": n_tokens * widest * b + tower_bytes(config, model, n_tokens)[1],
         "logits": rollout.sequence_limit * 2 * dims.vocab_size * FLOAT32,
@@ -197,14 +197,14 @@ def _engine(
     sequence = longest * 2 * dims.n_layers * kv_heads * dims.head_dim * b
     cache = rollout.kv_cache_bytes(on_cpu=on_cpu)
     if cache is None:
-        own = sum(parts.values()) - common["teacher_server"]
+        fixed = sum(sizes.values()) - common["teacher_server"]
         cache = (
-            round(gpu_bytes * rollout.gpu_memory_utilization) - own if gpu_bytes else max_sequences(config) * sequence
+            round(gpu_bytes * rollout.gpu_memory_utilization) - fixed if gpu_bytes else max_sequences(config) * sequence
         )
-    parts |= {"kv_cache": cache, "weight_sync": sync_buffers(config, embedding * b, total * b)}
+    sizes |= {"kv_cache": cache, "weight_sync": sync_buffers(config, embedding * b, total * b)}
     if config.trainer.colocate:  # the engine sleeps during a save and an export; its weights are kept on the host
-        parts["moved_states"] = parts["weights"]
-    return RankFootprint("rollout", 0, parts, sequence)
+        sizes["moved_states"] = sizes["weights"]
+    return RankFootprint("rollout", 0, sizes, sequence)
 
 
 def max_sequences(config: Config) -> int:

@@ -56,13 +56,13 @@ def gpu_phases(part: RankFootprint, engine: RankFootprint, config: Config) -> di
     return {Phase.GENERATE: engine.total_bytes + part.resident_bytes - part.sum_of(MOVED_STATES), **phases}
 
 
-def needs(found: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> list[Need]:
-    """Return what each rank needs of its GPU; `found` is of `footprint` on such a GPU.
+def needs(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> list[Need]:
+    """Return what each rank needs of its GPU; `footprints` are of `footprint` on such a GPU.
 
     An engine takes its share of the GPU, which has to leave room for a weight sync, or has a KV cache of a given size.
     vLLM does not start without room in its cache for one sequence of full length.
     """
-    *actors, engine = found
+    *actors, engine = footprints
     allowed = round(gpu_bytes * (1 - MARGIN))
     utilization = config.rollout.gpu_memory_utilization
     limit = f"{1 - MARGIN:.0%} of the GPU's {gib(gpu_bytes)}"
@@ -84,17 +84,17 @@ def needs(found: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> lis
     return [*listed, Need("rollout", engine.name, Phase.RECEIVE, size, left, of)]
 
 
-def check(found: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> list[str]:
+def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> list[str]:
     """Return one line for each of `needs` that is not met; empty if everything fits."""
-    return [need.line() for need in needs(found, gpu_bytes, config) if need.lack]
+    return [need.line() for need in needs(footprints, gpu_bytes, config) if need.lack]
 
 
-def host_bytes(found: Sequence[RankFootprint], config: Config, scores_gib: float) -> int:
+def host_bytes(footprints: Sequence[RankFootprint], config: Config, scores_gib: float) -> int:
     """Return the most bytes in the memory of a node, without libraries; on the CPU with all of its ranks."""
-    *_, engine = found
+    *_, engine = footprints
     trainer = config.trainer
     on_cpu = config.trainer.device == "cpu"
-    sizes = [part.sum_of(HOST_PARTS) + on_cpu * part.total_bytes for part in found]
+    sizes = [part.sum_of(HOST_PARTS) + on_cpu * part.total_bytes for part in footprints]
     actor = max(sizes[:-1]) * trainer.n_gpus_per_node + round(scores_gib * GIB) // trainer.nnodes
     engines = sizes[-1] * config.rollout.n_gpus_per_node
     if config.rollout.max_restarts:  # the weights that an engine gets when it is started again
@@ -118,10 +118,10 @@ class Case:
 
     def needs(self) -> list[Need]:
         """Return what each rank needs of its GPU, and each host of its memory, where their sizes are known."""
-        found = self.footprints()
-        listed = [] if self.gpu_bytes is None else needs(found, self.gpu_bytes, self.config)
+        footprints = self.footprints()
+        listed = [] if self.gpu_bytes is None else needs(footprints, self.gpu_bytes, self.config)
         if self.host_limit is not None:
-            size = host_bytes(found, self.config, self.scores_gib)
+            size = host_bytes(footprints, self.config, self.scores_gib)
             of = f"its memory of {gib(self.host_limit)}"
             listed.append(Need(HOST, "a host", Phase.STEP, size, self.host_limit, of))
         return listed
@@ -198,12 +198,12 @@ def table(case: Case) -> str:
     for part in case.footprints():
         phases = gpu_phases(part, case.footprints()[-1], case.config) if part.role == "actor" else part.phases()
         sizes = sorted((size, name) for name, size in part.parts.items() if size)
-        parts = ", ".join(f"{'host: ' * (name in HOST_PARTS)}{name} {size / GIB:.2f}" for size, name in reversed(sizes))
+        items = ", ".join(f"{'host: ' * (name in HOST_PARTS)}{name} {size / GIB:.2f}" for size, name in reversed(sizes))
         peak, phase = max((size, str(phase)) for phase, size in phases.items())
         share = "" if case.gpu_bytes is None else f", {peak / case.gpu_bytes:.0%} of the GPU"
         n_fit = part.parts.get("kv_cache", 0) // max(1, part.sequence_bytes)
         cached = f" (cache for {n_fit} sequences of full length)" if part.role == "rollout" else ""
-        lines.append(f"{part.name}: peak {gib(peak)} ({phase}){share}; GiB: {parts}{cached}")
+        lines.append(f"{part.name}: peak {gib(peak)} ({phase}){share}; GiB: {items}{cached}")
     return "\n".join(lines)
 
 

@@ -128,8 +128,8 @@ class Dispatcher:
         at_engines = np.frombuffer(b"".join(answers(calls, _WAITING_S)), np.int32).tolist() if calls else []
         with self._lock:
             held = {key: prompt for engine in self._open.values() for key, prompt in engine.held.items()}
-            found = [held.get((stream.job.id, index)) for index in at_engines]
-            return in_queue + [prompt.index for prompt in found if prompt is not None and prompt.is_unanswered]
+            prompts = [held.get((stream.job.id, index)) for index in at_engines]
+            return in_queue + [prompt.index for prompt in prompts if prompt is not None and prompt.is_unanswered]
 
     def _window(self) -> int:
         """Return how far an engine may reach into the queue for a prompt of its group.

@@ -176,7 +176,7 @@ class RolloutPool:
             members = self.engines.wait_up(self._config.trainer.init_timeout_s)
             shares = {index: left[place :: len(members)] for place, index in enumerate(members)}
             calls = {
-                i: worker.greedy.remote([prompts[at] for at in shares[i]], shares[i], marker, n_samples)
+                i: worker.greedy.remote([prompts[position] for position in shares[i]], shares[i], marker, n_samples)
                 for i, worker in members.items()
             }
             left = []
@@ -199,14 +199,14 @@ class RolloutPool:
         index = np.concatenate([chunk.sample_index for chunk in chunks])
         last = np.sort(index[index % n == 0])[:n_samples][-1:]  # the first sample of each prompt
         wanted = [np.flatnonzero((chunk.sample_index % n == 0) & (chunk.sample_index <= last)) for chunk in chunks]
-        used = [(chunk, at) for chunk, at in zip(chunks, wanted, strict=True) if len(at)]
-        positions = [at if c.sequence_indices is None else c.sequence_indices[at] for c, at in used]
+        used = [(chunk, indices) for chunk, indices in zip(chunks, wanted, strict=True) if len(indices)]
+        positions = [indices if c.sequence_indices is None else c.sequence_indices[indices] for c, indices in used]
         while True:
             i, worker = next(iter(self.engines.wait_up(self._config.trainer.init_timeout_s).items()))
-            call = worker.texts.remote([each.tolist() for each in positions], *(chunk.ref for chunk, _ in used))
-            found: list[Sample] | None = self._settled({i: worker}, {i: call}, "decoding responses")[i]
-            if found is not None:
-                return sorted(found, key=lambda sample: sample.prompt_id)
+            call = worker.texts.remote([rows.tolist() for rows in positions], *(chunk.ref for chunk, _ in used))
+            samples: list[Sample] | None = self._settled({i: worker}, {i: call}, "decoding responses")[i]
+            if samples is not None:
+                return sorted(samples, key=lambda sample: sample.prompt_id)
 
     def usage(self) -> RolloutUsage:
         """Return and reset the counters of all engines that are up."""
@@ -231,8 +231,8 @@ class RolloutPool:
 
     def allocated_bytes(self) -> int:
         """Return the bytes of weights and KV cache on the GPUs of the engine with most of them, after pending moves."""
-        found = self._pending(lambda worker: worker.state_bytes.remote(), "state_bytes", True).wait()
-        return max(sum(held.values()) for held in found.values())
+        state_bytes = self._pending(lambda worker: worker.state_bytes.remote(), "state_bytes", True).wait()
+        return max(sum(held.values()) for held in state_bytes.values())
 
     def _pending(self, start: Callable[[Any], Any], call: str, blocking: bool) -> Pending:
         members = self.engines.up()

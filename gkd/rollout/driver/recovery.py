@@ -221,10 +221,10 @@ class Engines:
             if not self._changed.wait_for(lambda: not self._syncing and (members() or self._failure), timeout_s):
                 raise RankTimeout(f"no rollout engine was ready within {timeout_s:g} s")
             self._syncing = True
-            found = members()
-            if not found:
+            engines = members()
+            if not engines:
                 self._end_sync()
-            return found
+            return engines
 
     def _end_sync(self) -> None:
         with self._changed:

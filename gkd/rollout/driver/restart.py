@@ -81,33 +81,33 @@ class EngineWatch:
 
     def _poll(self) -> None:
         for index, worker in self._engines.up().items():
-            known = self._watched.get(index)
-            if known is None or known.worker != worker:
-                known = self._watched[index] = _Watched(worker, time.monotonic())
-            if known.call is None:
-                known.call = worker.pulse.remote()
-        calls = {known.call: index for index, known in self._watched.items() if known.call is not None}
+            engine = self._watched.get(index)
+            if engine is None or engine.worker != worker:
+                engine = self._watched[index] = _Watched(worker, time.monotonic())
+            if engine.call is None:
+                engine.call = worker.pulse.remote()
+        calls = {engine.call: index for index, engine in self._watched.items() if engine.call is not None}
         done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_REPLY_S) if calls else ([], [])
         for ref in done:
             self._read(calls[ref])
-        for index, known in list(self._watched.items()):
-            still_s = time.monotonic() - known.moved_s
+        for index, engine in list(self._watched.items()):
+            still_s = time.monotonic() - engine.moved_s
             if still_s > self._limit_s:
-                what = "did not reply" if known.call is not None else f"finished no pass after pass {known.n_passes}"
+                what = "did not reply" if engine.call is not None else f"finished no pass after pass {engine.n_passes}"
                 self._lost(index, RankTimeout(f"it hangs: it {what} for {still_s:.0f} s (rollout.hang_timeout_s)"))
 
     def _read(self, index: int) -> None:
-        known = self._watched[index]
-        call = known.call
-        known.call = None
+        engine = self._watched[index]
+        call = engine.call
+        engine.call = None
         try:
             pulse: Pulse = fetch(call, f"pulse of rollout engine {index}")
         except RankFailed as error:
             self._lost(index, error)
             return
-        if pulse.is_idle or pulse.n_passes != known.n_passes:
-            known.n_passes = pulse.n_passes
-            known.moved_s = time.monotonic()
+        if pulse.is_idle or pulse.n_passes != engine.n_passes:
+            engine.n_passes = pulse.n_passes
+            engine.moved_s = time.monotonic()
 
     def _lost(self, index: int, cause: GkdError) -> None:
         self._engines.lost(index, self._watched.pop(index).worker, cause)

@@ -177,8 +177,8 @@ class RolloutEngine:
         The samples of a prompt start one after the other and share it; pixels of many prompts would take gigabytes.
         """
         if self._input[0] is not prompt:
-            made = image_input(self.llm.llm_engine.renderer, prompt.token_ids.tolist(), prompt.images)
-            self._input = prompt, made
+            engine_input = image_input(self.llm.llm_engine.renderer, prompt.token_ids.tolist(), prompt.images)
+            self._input = prompt, engine_input
         return self._input[1]
 
     @property

@@ -72,9 +72,9 @@ class Request:
             finish_reason: one of `gkd.types.FINISH_REASONS`.
             reward: that the environment gives.
         """
-        own = None
+        own_tokens = None
         if len(self.ids) > 1:
-            own = np.repeat([i % 2 == 0 for i in range(len(self.ids))], [len(part) for part in self.ids])
+            own_tokens = np.repeat([i % 2 == 0 for i in range(len(self.ids))], [len(part) for part in self.ids])
         return Rollout(
             prompt_id=self.prompt.prompt_id,
             sample_index=self.sample_index,
@@ -86,7 +86,7 @@ class Request:
             route=self.prompt.route,
             teacher_ids=self.prompt.teacher_ids,
             top_ids=np.concatenate(self.top_ids) if self.top_ids else None,
-            own=own,
+            own=own_tokens,
             reward=reward,
             messages=msgspec.json.encode(self.messages) if self.messages else None,
             images=self.prompt.images,

@@ -38,7 +38,7 @@ def self_scores(
     n_top = topk if "topk" in signals else 0
     sequences = [rollout.for_teacher() for rollout in rollouts]
     tables = prompt_logprobs(engine.llm, sequences, n_top, engine.request_options)
-    return [_teacher_scores(*each, with_sampled="sampled" in signals) for each in tables]
+    return [_teacher_scores(*table, with_sampled="sampled" in signals) for table in tables]
 
 
 def prompt_logprobs(
@@ -94,8 +94,8 @@ def prompt_logprobs(
                     last = slice(shape[0] - len(rollout.response_ids), None)
                     ids = np.array(flat.token_ids, np.int32).reshape(shape)[last]
                     logprobs = np.array(flat.logprobs, np.float32).reshape(shape)[last]
-                    own = rollout.own
-                    results[output.request_id] = (ids, logprobs) if own is None else (ids[own], logprobs[own])
+                    is_own = rollout.own
+                    results[output.request_id] = (ids, logprobs) if is_own is None else (ids[is_own], logprobs[is_own])
     finally:  # a step failed: leave no request in the engine
         if left := [name for name in added if name not in results]:
             engine.abort_request(left)

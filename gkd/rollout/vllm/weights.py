@@ -85,11 +85,11 @@ class WeightReceiver(SleepMixin):
         """
         for group in getattr(self, "_gkd_groups", []):
             group.close()
-        own = [dataclasses.replace(spec, rank=spec.rank + self.rank) for spec in specs]
+        local_specs = [dataclasses.replace(spec, rank=spec.rank + self.rank) for spec in specs]
         if specs[0].transport == IPC:
-            own = [specs[self.rank]]
-        with shared_nccl_env() if own[0].transport == NCCL else nullcontext():
-            self._gkd_groups = [TransferGroup(spec, self.device) for spec in own]
+            local_specs = [specs[self.rank]]
+        with shared_nccl_env() if local_specs[0].transport == NCCL else nullcontext():
+            self._gkd_groups = [TransferGroup(spec, self.device) for spec in local_specs]
 
     @returns_sync_errors
     def gkd_receive(self, plans: list[list[Bucket]]) -> int:
@@ -115,11 +115,11 @@ class WeightReceiver(SleepMixin):
                 derived |= set(map(id, module.parameters(recurse=False)))
         held = self._gkd_places()
         # A layer with two names has its parameters twice, and vLLM reports one of them.
-        named = {unwrapped(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+        named = {unwrapped(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
         filled = derived | {id(named[name]) for name in loaded & named.keys()}
         missed = sorted(name for name in named.keys() & held.keys() if id(named[name]) not in filled)
         # vLLM reports a fused parameter as loaded after one of its tensors.
-        used = {name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)}
+        used = {name for name, (_, pieces) in load_record().read.items() if _is_held(pieces, held)}
         missed += sorted(used - received.keys())
         if missed:
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
@@ -186,8 +186,8 @@ class WeightReceiver(SleepMixin):
         model = self.model_runner.get_model()
         held = (*model.named_parameters(), *model.named_buffers())
         trained = self._gkd_trained()
-        own = set(map(id, (*trained.parameters(), *trained.buffers())))
-        return {unwrapped(name): tensor for name, tensor in held if id(tensor) in own}
+        trained_ids = set(map(id, (*trained.parameters(), *trained.buffers())))
+        return {unwrapped(name): tensor for name, tensor in held if id(tensor) in trained_ids}
 
     def gkd_synchronize(self) -> None:
         """Wait for all work that this worker has queued on its device."""
@@ -220,10 +220,10 @@ def held_tensors(
     """
     group = get_tp_group()
     device = next(iter(held.values())).device
-    for name, (shape, parts) in load_record().read.items():
+    for name, (shape, pieces) in load_record().read.items():
         dtype = dtypes[name]
         # vLLM has some in fewer bits than they are sent in, such as those of Apertus' activations.
-        exact = (part for part in parts if part.place in held and held[part.place].dtype.itemsize >= dtype.itemsize)
+        exact = (part for part in pieces if part.place in held and held[part.place].dtype.itemsize >= dtype.itemsize)
         sources = [(part, _view(held[part.place], part)) for part in exact]
         whole = torch.empty(shape, dtype=dtype, device="meta")
         if group.world_size == 1 and [(part.sizes, part.strides) for part, _ in sources] == [(shape, whole.stride())]:
@@ -234,8 +234,8 @@ def held_tensors(
                 whole.as_strided(part.sizes, part.strides, part.offset).copy_(source)
             if group.world_size > 1:  # the other ranks have zeros, or the same numbers
                 torch.distributed.all_reduce(whole.view(-1).view(torch.uint8), ReduceOp.MAX, group.device_group)
-        if _is_held(parts, held):
-            yield name, whole if len(sources) == len(parts) else None
+        if _is_held(pieces, held):
+            yield name, whole if len(sources) == len(pieces) else None
 
 
 class Changes(NamedTuple):
@@ -299,9 +299,9 @@ def sorted_changes(
     return Changes(len(dtypes), rounded, [*other, *wrong])
 
 
-def _is_held(parts: Sequence[Part], held: Mapping[str, torch.Tensor]) -> bool:
+def _is_held(pieces: Sequence[Part], held: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the model uses what it has read of a tensor. vLLM drops a copy of a tied head after loading."""
-    return bool(parts) and all(part.place in held for part in parts if part.place)
+    return bool(pieces) and all(part.place in held for part in pieces if part.place)
 
 
 def _view(place: torch.Tensor, part: Part) -> torch.Tensor:
@@ -312,8 +312,8 @@ def _all_gather(tensor: torch.Tensor, dim: int, replicas: int = 1) -> torch.Tens
     group = get_tp_group()
     if group.world_size == 1:
         return tensor
-    parts = group.all_gather(tensor.contiguous(), dim=dim).chunk(group.world_size, dim=dim)
-    return torch.cat(parts[::replicas], dim=dim)  # replicated KV heads: ranks r .. r + replicas - 1 are identical
+    shards = group.all_gather(tensor.contiguous(), dim=dim).chunk(group.world_size, dim=dim)
+    return torch.cat(shards[::replicas], dim=dim)  # replicated KV heads: ranks r .. r + replicas - 1 are identical
 
 
 # LoRA adapters of a rollout engine: receive the student's, and read back what the engine computes with.
@@ -339,7 +339,7 @@ class EngineAdapters:
         self._parts: dict[str, list[str]] = {
             name: manager.packed_modules.get(name, [name]) for name in manager.modules
         }  # layers of the files by the wrapped layer that computes them
-        self._wrapped = {part for parts in self._parts.values() for part in parts}
+        self._wrapped = {part for layers in self._parts.values() for part in layers}
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)  # vLLM may have other prefixes
         self._own_name: Callable[[str], str] = str if mapper is None else mapper.get_rename_mapper().map_name
         self._sent: dict[str, tuple[str, int]] = {}  # layer -> its name in the sync, and the rank of its adapter
@@ -369,9 +369,9 @@ class EngineAdapters:
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of each factor in memory. Collective over the tensor-parallel group."""
-        for wrapped, parts in self._parts.items():
+        for wrapped, layers in self._parts.items():
             module = self._manager.modules[wrapped]
-            for number, layer in enumerate(parts):
+            for number, layer in enumerate(layers):
                 if layer in self._sent:
                     name, rank = self._sent[layer]
                     a, b = (stacked[number][0, 0] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
