@@ -85,8 +85,8 @@ def run(config: Config, closing: Closing) -> None:
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of sections in sections. A key may have a mapping as its value."""
     if isinstance(value, Mapping) and name not in all_keys():
-        for each, inner in value.items():
-            yield from _leaves(f"{name}.{each}" if name else each, inner)
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}" if name else key, inner)
     else:
         yield name, value
 

@@ -102,8 +102,8 @@ def _as_typed(script: str) -> str:
     if script.endswith(".py"):
         return f"{shlex.quote(sys.executable)} -m gkd.cli"
     folders = os.environ.get("PATH", "").split(os.pathsep)
-    found = (os.path.join(folder, "gkd") for folder in folders if os.path.isfile(os.path.join(folder, "gkd")))
-    return "gkd" if next(found, None) == os.path.abspath(script) else shlex.quote(script)
+    scripts = (os.path.join(folder, "gkd") for folder in folders if os.path.isfile(os.path.join(folder, "gkd")))
+    return "gkd" if next(scripts, None) == os.path.abspath(script) else shlex.quote(script)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     interrupts.install()  # handles SIGINT even if a shell started this in the background with SIGINT ignored
     closing: Closing | None = None
-    own: list[str] = []  # settings that were chosen here
+    added: list[str] = []  # settings that were chosen here
     failure: GkdError | None = None
     try:
         overrides = _overrides(args)
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
             except BrokenPipeError:  # the reader has enough, for example head
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python writes at its end
             return 0
-        own = [word for word in overrides if word not in args.overrides and word.startswith("trainer.run_dir=")]
-        closing = Closing(config, [*(sys.argv[1:] if argv is None else argv), *own])
+        added = [word for word in overrides if word not in args.overrides and word.startswith("trainer.run_dir=")]
+        closing = Closing(config, [*(sys.argv[1:] if argv is None else argv), *added])
         with _with_teacher(config, args) as with_teacher:
             run(with_teacher, closing)
     except ConfigError as error:
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         closing.print(code)
         # Restart only a program: a caller of this function would be replaced, too. Never restart before the loop.
         if argv is None and failure is not None and closing.state is not None and may_start_again(failure, config):
-            start_again(environment, own)
+            start_again(environment, added)
     return code
 
 
@@ -99,9 +99,9 @@ def _settings(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
         from gkd.preflight.run import problems  # only for a wrong configuration: `open_pools` checks a right one
 
         with Terminal(LINES, ""), driver.doing("checks"):
-            found = problems(config, wrong, with_teacher=not args.teacher)
-        if found or config is None:
-            raise ConfigError.together(found)
+            errors = problems(config, wrong, with_teacher=not args.teacher)
+        if errors or config is None:
+            raise ConfigError.together(errors)
     return config
 
 
@@ -143,7 +143,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     if args.student and not args.config and not any(word.startswith("trainer.run_dir=") for word in args.overrides):
         name = Path(args.student).name
         folders = (f"runs/{name}-{i}" for i in itertools.count(1))
-        words.append(f"trainer.run_dir={next(each for each in folders if not Path(each).exists())}")
+        words.append(f"trainer.run_dir={next(folder for folder in folders if not Path(folder).exists())}")
     return [*words, *args.overrides]
 
 
@@ -175,9 +175,9 @@ class _Help(argparse.Action):
 
 def _keys_help(names: Iterable[str]) -> str:
     lines = ["keys with type and default:"]
-    for each in (all_keys()[name] for name in names):
-        lines.append(f"  {each.name}: {each.type} = {each.default!r}")
-        text = f"{each.help} ({limits})" if (limits := each.setting.all_limits()) else each.help
+    for key in (all_keys()[name] for name in names):
+        lines.append(f"  {key.name}: {key.type} = {key.default!r}")
+        text = f"{key.help} ({limits})" if (limits := key.setting.all_limits()) else key.help
         lines += textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 

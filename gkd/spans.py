@@ -197,7 +197,7 @@ class SpanRecorder:
     @contextmanager
     def _block(self, activity: Activity, *, outermost: bool = False) -> Iterator[None]:
         outer = self.now if self._is_shown() else None
-        spans = [each.what for each in outer or () if each.is_span and activity.is_span]
+        spans = [outer_activity.what for outer_activity in outer or () if outer_activity.is_span and activity.is_span]
         if outermost and spans:
             raise RuntimeError(f"{activity.what} starts inside {spans[-1]}, which does not nest")
         if activity.what in spans:
@@ -234,11 +234,11 @@ class SpanRecorder:
                 the stack of the working thread gives the phase.
         """
         doing = self.now[-1]
-        known = finer or {}
-        frame = sys._current_frames().get(self._thread) if known and self._thread is not None else None
-        while frame is not None and frame.f_code.co_name not in known:
+        phases = finer or {}
+        frame = sys._current_frames().get(self._thread) if phases and self._thread is not None else None
+        while frame is not None and frame.f_code.co_name not in phases:
             frame = frame.f_back
-        what = doing.what if frame is None else f"{doing.what}: {known[frame.f_code.co_name]}"
+        what = doing.what if frame is None else f"{doing.what}: {phases[frame.f_code.co_name]}"
         return Progress(what, self.clock() - doing.since_s)
 
     def add(self, name: str, began_s: float, ended_s: float) -> None:

@@ -107,21 +107,21 @@ class Trainer:
         """
         with m.stage("data"):
             self.source.prefetch(self.step)  # start rollouts for this step and, if the scheduler allows, later ones
-        parts = self.train_on_early_parts(m)
+        scored_parts = self.train_on_early_parts(m)
         with self.gpus.for_rollout(m, needed=self.source.generates), m.stage("rollout"), interruptible():
             pending = self.source.next_batch(self.step)  # the teacher is already scoring it
         with self.gpus.for_training(m, new_weights_follow=True):
-            parts.append(self.scored(pending, m))
-            with self.recorder.recording(self.step + 1, parts, m):
+            scored_parts.append(self.scored(pending, m))
+            with self.recorder.recording(self.step + 1, scored_parts, m):
                 with m.stage("train"):
-                    stats = self.roles.actor.train_step(parts[-1])
+                    stats = self.roles.actor.train_step(scored_parts[-1])
                 self.source.commit()  # the position in the data moves only now: no prompt is lost or used twice
                 self.step += 1
             with m.stage("rollout"):
                 self.source.wait_until_idle()
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
-        chunks = [chunk for part in parts for chunk in part]
+        chunks = [chunk for part in scored_parts for chunk in part]
         self.metrics.add_step(m, chunks, stats, sync)
         self.evaluator.keep_texts(self.step, self.total_steps, chunks)
 
@@ -130,15 +130,15 @@ class Trainer:
 
         Raises NumericsError: as `train_one_batch`.
         """
-        parts: list[list[ScoredChunk]] = []
+        scored_parts: list[list[ScoredChunk]] = []
         while True:
             with m.stage("rollout"), interruptible():
                 pending = self.source.early_part(self.step)
             if not pending:
-                return parts
-            parts.append(self.scored(pending, m))
+                return scored_parts
+            scored_parts.append(self.scored(pending, m))
             with m.stage("train"):
-                self.roles.actor.accumulate(parts[-1])
+                self.roles.actor.accumulate(scored_parts[-1])
 
     def scored(self, pending: Sequence[PendingScores], m: StepMetrics) -> list[ScoredChunk]:
         """Wait for the scores, and for the reference's logprobs if there is one."""

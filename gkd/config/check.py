@@ -169,13 +169,13 @@ def check_best(config: Config) -> None:
     name = config.trainer.keep_best
     n = config.eval.n
     kls = ["eval/kl", "eval/end_kl_share", "eval/sure_and_wrong_share", "eval/canonical"]
-    found = ["eval/reverse_kl"] if config.derived.signals == ("sampled",) else kls
+    metrics = ["eval/reverse_kl"] if config.derived.signals == ("sampled",) else kls
     if config.eval.metric != NO_METRIC:
-        found += ["eval/accuracy", *(f"domain/{route}/accuracy" for route in config.teacher.routes)]
-        found += [f"eval/pass_at_{k}" for k in range(1, n + 1) if n > 1 and (k == n or k & (k - 1) == 0)]
-    if name and name not in found:
+        metrics += ["eval/accuracy", *(f"domain/{route}/accuracy" for route in config.teacher.routes)]
+        metrics += [f"eval/pass_at_{k}" for k in range(1, n + 1) if n > 1 and (k == n or k & (k - 1) == 0)]
+    if name and name not in metrics:
         problem = f"the evaluations of this run, with eval.metric={config.eval.metric}, do not have it."
-        raise config.error("trainer.keep_best", problem, f"use one of {', '.join(found)}.")
+        raise config.error("trainer.keep_best", problem, f"use one of {', '.join(metrics)}.")
 
 
 def check_prompts(config: Config) -> None:
@@ -246,18 +246,18 @@ def check_terms(config: Config) -> None:
     if distill.teacher_reward_scale != 1 and not spec.policy_gradients:
         problem = "it scales the teacher's reward of a sampled token, and no loss uses one."
         raise config.error("distill.teacher_reward_scale", problem, "use 1, or add k1, k2 or k3 to the losses.")
-    others = [term.name for term in spec.terms if term not in (*spec.divergences, spec.sft)]
-    if config.teacher.tokenizer and others:
-        problem = f"{others[0]} needs the teacher's logprob of the student's token, which is none of its tokens."
-        raise ConfigError("distill.loss", others[0], problem, "use a divergence.")
+    term_names = [term.name for term in spec.terms if term not in (*spec.divergences, spec.sft)]
+    if config.teacher.tokenizer and term_names:
+        problem = f"{term_names[0]} needs the teacher's logprob of the student's token, which is none of its tokens."
+        raise ConfigError("distill.loss", term_names[0], problem, "use a divergence.")
 
 
 def check_backend(config: Config) -> None:
     """Check that the teacher's keys belong to its backend, and that an HTTP teacher can work."""
-    own = frozenset().union(*(route.teacher.kind.keys for route in config.derived.routes))
+    kind_keys = frozenset().union(*(route.teacher.kind.keys for route in config.derived.routes))
     backends = " or ".join(sorted({route.teacher.backend for route in config.derived.routes}))
     for other, backend in BACKENDS.items():
-        unused = [f"teacher.{name}" for name in sorted(backend.keys - own)]
+        unused = [f"teacher.{name}" for name in sorted(backend.keys - kind_keys)]
         problem = f"teacher.backend={backends} does not use this key, and {other} does."
         fix = f"remove it, or set teacher.backend={other}."
         if config.teacher.routes:
@@ -301,13 +301,13 @@ def _check_http_teacher(config: Config, route: Route) -> None:
 def _is_address(url: str) -> bool:
     """Return whether this is the root of an HTTP server, without credentials."""
     try:
-        parts = urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0
+        address = urlsplit(url)
+        named = bool(address.hostname) and address.port != 0
     except ValueError:
         return False
-    extras = parts.username or parts.password or parts.query or parts.fragment
-    is_root = not parts.path.rstrip("/").endswith("/v1")
-    return named and parts.scheme in ("http", "https") and not extras and is_root and url.isprintable()
+    extras = address.username or address.password or address.query or address.fragment
+    is_root = not address.path.rstrip("/").endswith("/v1")
+    return named and address.scheme in ("http", "https") and not extras and is_root and url.isprintable()
 
 
 def check_mixture(config: Config) -> None:

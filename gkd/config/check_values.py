@@ -86,14 +86,14 @@ def template_parts(template: str) -> list[tuple[str, str]]:
     """
     key = "teacher.prompt_template"
     fix = "write {prompt}, {answer}, {response} or {COLUMN}, and {{ }} for braces."
-    parts = []
+    pairs = []
     try:
         for text, name, spec, conversion in string.Formatter().parse(template):
             if name is not None and (not name or name.isdigit() or spec or conversion or set(".[]") & set(name)):
                 raise ConfigError(key, template, f"the placeholder {{{name}}} is not the name of a column.", fix)
-            parts.append((text, name or ""))
+            pairs.append((text, name or ""))
     except ValueError as error:
         raise ConfigError(key, template, f"unbalanced braces ({error}).", fix) from error
-    if not any(name for _, name in parts):
+    if not any(name for _, name in pairs):
         raise ConfigError(key, template, "no placeholder: every row would have the same prompt.", fix)
-    return parts
+    return pairs

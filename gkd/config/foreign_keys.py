@@ -229,12 +229,12 @@ def _plain(name: str) -> str:
 
 def _old_name(key: str) -> str:
     """Return the longest name that a key is, or is below; else that it ends with; else that ends with it; or ""."""
-    found = (
+    groups = (
         [name for name in _rows() if f"{key}.".startswith(f"{name}.")],
         [name for name in _rows() if key.endswith(f".{name}") and _is_student_s(key)],
         [name for name in _rows() if name.endswith(f".{key}")],
     )
-    return max(next(filter(None, found), [""]), key=len)
+    return max(next(filter(None, groups), [""]), key=len)
 
 
 def _is_student_s(key: str) -> bool:

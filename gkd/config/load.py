@@ -50,7 +50,7 @@ def read_config(
     """
     paths = [path] if isinstance(path, str | Path) else path or ()
     try:
-        trees = [_read_file(each) for each in paths]
+        trees = [_read_file(file) for file in paths]
     except ConfigError as error:
         return None, [error]
     errors: list[ConfigError] = []
@@ -80,7 +80,7 @@ def _read_file(path: str | Path) -> Tree:
 def _unknown(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each key that does not exist; those that no known name is like share the last one."""
     problems: list[Problem] = []
-    others: Tree = {}
+    foreign: Tree = {}
     for key, value in values.items():
         if key in sections():
             fix = old_answer(key) or f"set its keys, as {key}.KEY=VALUE."
@@ -88,13 +88,13 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
         elif hint := suggestion(key):
             problems.append(Problem(key, value, "there is no such key.", hint))
         else:
-            others[key] = value
-    if others:
+            foreign[key] = value
+    if foreign:
         fix = "remove it, or see the keys in gkd train --help and the names of other systems in docs/coming_from.md."
-        (name, value), *more = others.items()
+        (name, value), *more = foreign.items()
         if more:
-            name = f"{len(others)} other keys"
-            value = list(others)
+            name = f"{len(foreign)} other keys"
+            value = list(foreign)
         problems.append(Problem(name, value, "there is no such key.", fix))
     return problems
 
@@ -104,7 +104,7 @@ def _expanded(key: str, value: Any, errors: list[ConfigError]) -> Any:
     if value is None:
         return None
     if isinstance(value, list):
-        return [_expanded(key, each, errors) for each in value]
+        return [_expanded(key, entry, errors) for entry in value]
     path = os.path.expandvars(os.path.expanduser(value))
     if unset := re.search(r"\$[A-Za-z_]\w*", path):
         fix = "set it, or write the path."
@@ -158,7 +158,7 @@ def config_yaml(config: Config) -> str:
 def _escaped(value: Any) -> Any:
     r"""Return a value with \${ for each ${ of its texts, which would stand for the value of another key."""
     if isinstance(value, dict):
-        return {name: _escaped(each) for name, each in value.items()}
+        return {name: _escaped(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_escaped(each) for each in value]
+        return [_escaped(entry) for entry in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

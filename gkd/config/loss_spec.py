@@ -105,7 +105,7 @@ class LossSpec:
     @property
     def has_temperatures(self) -> bool:
         """Return whether a route has a temperature of its own."""
-        return any(each != self.temperature for each in self.temperatures)
+        return any(value != self.temperature for value in self.temperatures)
 
     def in_evaluation(self) -> LossSpec:
         """Return the terms of an evaluation: those of the teacher, all tokens alike."""
@@ -173,9 +173,9 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
 
 def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
     where = f"distill.losses[{i}]"
-    own = _PARAMETERS if is_path(entry.name) else ()  # a function of the user may read both
+    user_keys = _PARAMETERS if is_path(entry.name) else ()  # a function of the user may read both
     for key in _PARAMETERS:
-        if getattr(entry, key) is not None and key not in DIVERGENCES.get(entry.name, own):
+        if getattr(entry, key) is not None and key not in DIVERGENCES.get(entry.name, user_keys):
             fix = f"{key} belongs to {', '.join(name for name in DIVERGENCES if key in DIVERGENCES[name])}; remove it."
             raise ConfigError(f"{where}.{key}", getattr(entry, key), f"{entry.name!r} has no {key}.", fix)
     beta = distill.beta if entry.beta is None else entry.beta

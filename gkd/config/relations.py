@@ -107,21 +107,21 @@ weight_sync.transport=ipc | actor.pp | each card must hold tensors of all layers
 def check_relations(config: Sections) -> None:
     """Raise ConfigError naming a key that has no effect, or that another one excludes."""
     for keys, needed in _rows(NEEDS):
-        others = needed.split()
+        alternatives = needed.split()
         for name in keys.split():
-            if _holds(config, name) and not any(_holds(config, other) for other in others):
-                names = " or ".join(others)
+            if _holds(config, name) and not any(_holds(config, other) for other in alternatives):
+                names = " or ".join(alternatives)
                 raise config.error(name, f"it has no effect without {names}.", f"remove it, or set {names}.")
     for conditions, excluded, why in _rows(EXCLUDES):
-        others = excluded.split()
+        causes = excluded.split()
         for condition in conditions.split():
-            if _holds(config, condition) and all(_holds(config, other) for other in others):
+            if _holds(config, condition) and all(_holds(config, other) for other in causes):
                 name = condition.lstrip("!").partition("=")[0]
-                others = [other for other in others if not other.startswith(f"!{name}=")]
-                words = " and ".join(f"without {other[1:]}" if other[0] == "!" else f"with {other}" for other in others)
-                fix = " or ".join(other.lstrip("!").partition("=")[0] for other in others)
-                problem = f"{words}: {why}." if others else f"{why}."
-                raise config.error(name, problem, f"use another value{', or change ' * bool(others)}{fix}.")
+                causes = [other for other in causes if not other.startswith(f"!{name}=")]
+                words = " and ".join(f"without {other[1:]}" if other[0] == "!" else f"with {other}" for other in causes)
+                fix = " or ".join(other.lstrip("!").partition("=")[0] for other in causes)
+                problem = f"{words}: {why}." if causes else f"{why}."
+                raise config.error(name, problem, f"use another value{', or change ' * bool(causes)}{fix}.")
 
 
 @cache

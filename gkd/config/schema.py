@@ -189,11 +189,11 @@ class Config(Sections):
 
 def _routes(teacher: TeacherConfig) -> tuple[Route, ...]:
     """Return the teachers by name, so that the order in the YAML does not matter; at least one."""
-    found = []
+    routes = []
     for name, entry in sorted(teacher.routes.items()):
-        own = {key: value for key in _INHERITED if (value := getattr(entry, key)) is not None}
-        found.append(Route(name, replace(teacher, **own), entry.weight, frozenset(own)))
-    return tuple(found) or (Route("", teacher),)
+        overrides = {key: value for key in _INHERITED if (value := getattr(entry, key)) is not None}
+        routes.append(Route(name, replace(teacher, **overrides), entry.weight, frozenset(overrides)))
+    return tuple(routes) or (Route("", teacher),)
 
 
 def logits_chunk_bytes(*, on_cpu: bool) -> int:
@@ -206,4 +206,4 @@ def logits_chunk_bytes(*, on_cpu: bool) -> int:
 
 def engine_rank(rank: int) -> int:
     """Return the smallest of `ENGINE_RANKS` that holds adapters of this rank; 0 without adapters, or if none does."""
-    return next((each for each in ENGINE_RANKS if each >= rank), 0) if rank else 0
+    return next((size for size in ENGINE_RANKS if size >= rank), 0) if rank else 0

@@ -156,7 +156,7 @@ class ActorConfig:
         fitting = (
             name
             for name, backend in BACKENDS.items()
-            if all(backend.supports(each, getattr(self, each)) for each in backend.limits)
+            if all(backend.supports(option, getattr(self, option)) for option in backend.limits)
         )
         return next(fitting, "megatron")
 

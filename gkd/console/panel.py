@@ -79,5 +79,5 @@ def _add_numbers(rows: Table, state: RunState) -> None:
         rows.add_row("ALARM", ", ".join(state.active_alarms), style="bold red")
 
 
-def _joined(*parts: str | Text) -> Text:
-    return Text("   ").join(Text(part) if isinstance(part, str) else part for part in parts)
+def _joined(*pieces: str | Text) -> Text:
+    return Text("   ").join(Text(part) if isinstance(part, str) else part for part in pieces)

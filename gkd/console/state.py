@@ -66,10 +66,10 @@ class RunState:
             self.tokens += numbers.get("loss/tokens", 0.0)
 
     def _add(self, step: int, numbers: Mapping[str, float]) -> None:
-        known = {key: value for key, value in numbers.items() if value is not None and not math.isnan(value)}
-        found = {key: value for key, value in known.items() if key.startswith("eval/")}
-        if found:  # an evaluation that was interrupted has none, but a time
-            self.evaluations.append((step, found))
+        finite = {key: value for key, value in numbers.items() if value is not None and not math.isnan(value)}
+        evaluated = {key: value for key, value in finite.items() if key.startswith("eval/")}
+        if evaluated:  # an evaluation that was interrupted has none, but a time
+            self.evaluations.append((step, evaluated))
         self.active_alarms = [key[7:] for key, value in numbers.items() if key.startswith("health/") and value]
         for name in self.active_alarms:
             self.alarms[name] = self.alarms.get(name, 0) + 1

@@ -89,7 +89,7 @@ def write_card(out: Path, root: Path, config: Config, state: RunState, step: int
     terms = config.derived.loss.terms
     rows = {
         "base model": config.model.path,
-        "teacher": ", ".join(dict.fromkeys(each["name"] for each in teacher.get("routes", {"": teacher}).values())),
+        "teacher": ", ".join(dict.fromkeys(route["name"] for route in teacher.get("routes", {"": teacher}).values())),
         "prompts": ", ".join(config.data.train_files),
         "loss": " + ".join(term.name if term.weight == 1 else f"{term.weight:g} {term.name}" for term in terms),
         "steps": f"{step}, of {config.trainer.global_batch_size} prompts",

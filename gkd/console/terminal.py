@@ -175,8 +175,8 @@ class _Above:
 def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """Return the handlers of all loggers that print to the stream."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
-    return [each for each in handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
+    handlers = [handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and handler.stream is stream]
 
 
 def _is_no_step_line(record: logging.LogRecord) -> bool:

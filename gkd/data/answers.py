@@ -13,8 +13,8 @@ from gkd.types import Rollout, Sample
 
 def final_answer(text: str, marker: str) -> str | None:
     """Return the text after the last `marker`, stripped; None without a marker."""
-    _, found, answer = text.rpartition(marker)
-    return answer.strip() if found else None
+    _, separator, answer = text.rpartition(marker)
+    return answer.strip() if separator else None
 
 
 def is_correct(response: str, reference: str, marker: str) -> bool:

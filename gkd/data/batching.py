@@ -60,12 +60,12 @@ def check_batch(
         _check_rollout(rollout, n_vocab, name)
     if scores is None:
         return
-    others = [signal for signal in signals if signal != "topk"]
+    row_signals = [signal for signal in signals if signal != "topk"]
     flags = {"with_reference": with_reference, "with_values": with_values}
     for score, rollout, name in zip(scores, rollouts, names, strict=True):
         # The text of a response may have no token of the teacher, and then no list.
         is_empty = score.response_ids is not None and not len(score.response_ids)
-        required = others if is_empty else signals
+        required = row_signals if is_empty else signals
         validate_scores(score, rollout, n_teacher_vocab or n_vocab, required, name, hidden_size, **flags)
 
 
@@ -75,10 +75,10 @@ def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
             raise DataError(f"{where}: the {what} has no tokens")
         outside = (ids < 0) | (ids >= n_vocab)
         if outside.any():
-            at = int(outside.argmax())
-            raise DataError(f"{where}: {what} position {at}: token id {ids[at]} is outside [0, {n_vocab})")
-    if (own := rollout.own) is not None and (own.shape != rollout.response_ids.shape or not own.any()):
-        raise DataError(f"{where}: the mask marks {own.sum()} of {own.size} tokens, the response has {len(ids)}")
+            index = int(outside.argmax())
+            raise DataError(f"{where}: {what} position {index}: token id {ids[index]} is outside [0, {n_vocab})")
+    if (is_own := rollout.own) is not None and (is_own.shape != rollout.response_ids.shape or not is_own.any()):
+        raise DataError(f"{where}: the mask marks {is_own.sum()} of {is_own.size} tokens, the response has {len(ids)}")
     logprobs = rollout.rollout_logprobs
     n_own = rollout.n_own
     if not rollout.on_policy:
@@ -86,9 +86,9 @@ def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
     if logprobs.shape != (n_own,):
         raise DataError(f"{where}: rollout logprobs {list(logprobs.shape)}, expected [{n_own}]")
     if not np.isfinite(logprobs).all():
-        at = int((~np.isfinite(logprobs)).argmax())
-        position = at if own is None else int(np.flatnonzero(own)[at])
-        raise DataError(f"{where}: response position {position}: the rollout logprob is {logprobs[at]}")
+        index = int((~np.isfinite(logprobs)).argmax())
+        position = index if is_own is None else int(np.flatnonzero(is_own)[index])
+        raise DataError(f"{where}: response position {position}: the rollout logprob is {logprobs[index]}")
 
 
 def trained_on(

@@ -85,8 +85,8 @@ class ChatDelta:
         Args:
             ids: [n] int, the generated ids.
         """
-        own = ids[:-1] if len(ids) and int(ids[-1]) in self._end_ids else ids
-        text: str = self._tokenizer.decode(own.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        body = ids[:-1] if len(ids) and int(ids[-1]) in self._end_ids else ids
+        text: str = self._tokenizer.decode(body.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def follows(self, last_id: int) -> bool:
@@ -182,7 +182,7 @@ class _Remark:
         changes = defaultdict[str, list[str]](list)
         for role in self._roles:
             changes[self._change(role)].append(role)
-        told = [
+        diffs = [
             f"changes the {change} of earlier turns when a {' or '.join(roles)} message follows"
             for change, roles in changes.items()
             if change
@@ -191,13 +191,13 @@ class _Remark:
         for role in self._roles:
             last = self._template.frame_behind([role]).pieces[-1]
             if not last.endswith(opening):
-                told.append(f"begins the answer to a {role} message with {last!r} instead of {opening!r}")
-        if not told:
+                diffs.append(f"begins the answer to a {role} message with {last!r} instead of {opening!r}")
+        if not diffs:
             return ""
         rewrites = self._thought | (set() if self._opened else self._plain)
         or_tool = ", or let the environment answer as role tool" if rewrites == {"user"} < {*self._roles} else ""
         return (
-            f"this template {' and '.join(told)}; here each turn stays as it was generated, so serve the model with a "
+            f"this template {' and '.join(diffs)}; here each turn stays as it was generated, so serve the model with a "
             f"template that keeps it{or_tool}"
         )
 

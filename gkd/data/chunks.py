@@ -102,9 +102,9 @@ def part_of(chunk: RolloutChunk, positions: Sequence[int] | np.ndarray) -> Rollo
     """
     if len(positions) == chunk.n_sequences:
         return chunk
-    at = np.asarray(positions, np.int64)
-    indices = at if chunk.sequence_indices is None else chunk.sequence_indices[at]
-    return RolloutChunk(chunk.dp_rank, chunk.ref, chunk.sizes[:, at], chunk.on_policy, indices)
+    kept = np.asarray(positions, np.int64)
+    indices = kept if chunk.sequence_indices is None else chunk.sequence_indices[kept]
+    return RolloutChunk(chunk.dp_rank, chunk.ref, chunk.sizes[:, kept], chunk.on_policy, indices)
 
 
 def distinct_4grams(ids: np.ndarray) -> int:

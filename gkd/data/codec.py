@@ -105,9 +105,9 @@ def _records(kind: type, columns: Sequence[_Column]) -> list[Any]:
 
 
 def _split(joined: Any, lengths: Sequence[int]) -> list[Any]:
-    parts = []
+    arrays = []
     start = 0
     for length in lengths:
-        parts.append(joined[start : start + length])
+        arrays.append(joined[start : start + length])
         start += length
-    return parts
+    return arrays

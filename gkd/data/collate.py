@@ -95,8 +95,8 @@ class MicroBatches(Sequence[MicroBatch]):
         batch = self.columns.part_of(whole)
         if self.scores is not None:
             weights = None if self.weights is None else self.weights[np.array(group)]
-            parts = _parts(self.columns.rows(whole).numpy(), [r.n_own for r in rollouts])
-            batch.targets = _targets(rollouts, [self.scores[i] for i in group], parts, weights, self.pair)
+            slices = _parts(self.columns.rows(whole).numpy(), [r.n_own for r in rollouts])
+            batch.targets = _targets(rollouts, [self.scores[i] for i in group], slices, weights, self.pair)
         return batch
 
     @property
@@ -165,7 +165,7 @@ def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor
         starts: [B], position of each sequence's first token.
     """
     first = [int(start) + len(r.prompt_ids) - 1 for start, r in zip(starts, rollouts, strict=True)]
-    rows = [at + _own_positions(r) for at, r in zip(first, rollouts, strict=True)]
+    rows = [begin + _own_positions(r) for begin, r in zip(first, rollouts, strict=True)]
     return torch.from_numpy(np.concatenate(rows))
 
 
@@ -176,8 +176,8 @@ def _own_positions(rollout: Rollout) -> np.ndarray:
 
 def _turns(rollout: Rollout) -> np.ndarray:
     """Return [M] int64: the turn of each own token, counted from 0."""
-    at = _own_positions(rollout)
-    return rollout.first_turn + np.cumsum(np.diff(at, prepend=at[0]) > 1)
+    positions = _own_positions(rollout)
+    return rollout.first_turn + np.cumsum(np.diff(positions, prepend=positions[0]) > 1)
 
 
 def _ends(rollout: Rollout) -> np.ndarray:
@@ -192,29 +192,29 @@ def _parts(rows: np.ndarray, n_own: Sequence[int]) -> list[slice]:
     borders = np.cumsum([0, *n_own])
     stops = np.searchsorted(rows, borders)
     counts = np.diff(stops)
-    firsts = [int(rows[at] - border) if n else 0 for at, border, n in zip(stops, borders, counts, strict=False)]
+    firsts = [int(rows[stop] - border) if n else 0 for stop, border, n in zip(stops, borders, counts, strict=False)]
     return [slice(first, first + int(n)) for first, n in zip(firsts, counts, strict=True)]
 
 
 def _targets(
     rollouts: Sequence[Rollout],
     scores: Sequence[TeacherScores],
-    parts: Sequence[slice],
+    slices: Sequence[slice],
     weights: np.ndarray | None,
     pair: TokenizerPair | None,
 ) -> TokenTargets:
     listed = (
-        parts if pair is None else [slice(None)] * len(parts)
+        slices if pair is None else [slice(None)] * len(slices)
     )  # rows of the teacher's tables, which has other tokens
-    n_rows = [part.stop - part.start for part in parts]
+    n_rows = [part.stop - part.start for part in slices]
     logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(r.n_own) for r in rollouts]
     targets = TokenTargets(
-        sampled_ids=_rows([r.own_ids for r in rollouts], parts, np.int64),
-        rollout_logprobs=_rows(logprobs, parts, np.float32),
+        sampled_ids=_rows([r.own_ids for r in rollouts], slices, np.int64),
+        rollout_logprobs=_rows(logprobs, slices, np.float32),
         on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
-        ends=_rows([_ends(r) for r in rollouts], parts, np.bool_),
+        ends=_rows([_ends(r) for r in rollouts], slices, np.bool_),
         routes=torch.from_numpy(np.repeat([r.route for r in rollouts], n_rows)),
-        turns=_rows([_turns(r) for r in rollouts], parts, np.int64),
+        turns=_rows([_turns(r) for r in rollouts], slices, np.int64),
         weights=None if weights is None else torch.from_numpy(np.repeat(weights, n_rows)),
         sequences=torch.from_numpy(np.repeat(np.arange(len(n_rows)), n_rows)),
     )
@@ -235,14 +235,14 @@ def _targets(
     if pair is not None:
         targets.text = _text(rollouts, scores, pair)
     if reference := _present([s.reference_logprobs for s in scores]):
-        targets.reference_logprobs = _rows(reference, parts, np.float32)
+        targets.reference_logprobs = _rows(reference, slices, np.float32)
     return targets
 
 
-def _rows(tables: Sequence[np.ndarray], parts: Sequence[slice], dtype: DTypeLike) -> torch.Tensor:
+def _rows(tables: Sequence[np.ndarray], slices: Sequence[slice], dtype: DTypeLike) -> torch.Tensor:
     """Concatenate a part of each table into new memory: arrays from the object store are read-only."""
-    own = [table[part] for table, part in zip(tables, parts, strict=True)]
-    return torch.from_numpy(np.concatenate(own, dtype=dtype, casting="same_kind"))
+    selected = [table[part] for table, part in zip(tables, slices, strict=True)]
+    return torch.from_numpy(np.concatenate(selected, dtype=dtype, casting="same_kind"))
 
 
 def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: TokenizerPair) -> TextTargets:

@@ -54,14 +54,14 @@ class Columns:
         rows = self.rows(batch)
         cu_seqlens = batch.cu_seqlens
         targets = batch.targets
-        own = batch.loss_index[rows]
+        indices = batch.loss_index[rows]
         if cu_seqlens is not None and missing:
             cu_seqlens = F.pad(cu_seqlens, (0, 1), value=length + missing)
         return replace(
             batch,
             tokens=F.pad(batch.tokens, (0, missing))[:, first : first + n_own],
             position_ids=F.pad(batch.position_ids, (0, missing))[:, first : first + n_own],
-            loss_index=own // length * n_own + own % length - first,
+            loss_index=indices // length * n_own + indices % length - first,
             targets=targets if targets is None or self.size == 1 else targets.rows(rows),
             cu_seqlens=cu_seqlens,
         )
@@ -94,12 +94,12 @@ class Columns:
             return list(tables)
         sizes = [batch.n_loss_tokens for batch in batches]
         starts = accumulate(sizes, initial=0)
-        own = [self.rows(batch) + start for batch, start in zip(batches, starts, strict=False)]
-        parts = self.gather((torch.cat(own), torch.cat(list(tables))) if tables else None)
-        found = [part for part in parts if part is not None]
-        if not found:
+        own_rows = [self.rows(batch) + start for batch, start in zip(batches, starts, strict=False)]
+        gathered = self.gather((torch.cat(own_rows), torch.cat(list(tables))) if tables else None)
+        filled = [part for part in gathered if part is not None]
+        if not filled:
             return []
-        rows, values = (torch.cat(each) for each in zip(*found, strict=True))
+        rows, values = (torch.cat(tensors) for tensors in zip(*filled, strict=True))
         return list(values[rows.argsort()].split(sizes))
 
     def _width(self, length: int) -> int:

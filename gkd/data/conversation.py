@@ -99,13 +99,13 @@ def read_conversation(
             Unicode; the arguments of a call have nulls of parquet.
     """
     if isinstance(value, str):
-        found = json_messages(value)
-        if found is None:
+        decoded = json_messages(value)
+        if decoded is None:
             if not value:
                 raise _refused(setting, where, "is an empty text")
             check_unicode(value, setting, where)
             return Conversation(text=value)
-        read_json = read_conversation(found, setting, where, from_json=True, with_images=with_images)
+        read_json = read_conversation(decoded, setting, where, from_json=True, with_images=with_images)
         return replace(read_json, converted="JSON text of messages")
     if isinstance(value, dict):
         raise _refused(setting, where, f"is one object with the keys {sorted(value)}", "write a list of messages.")
@@ -118,7 +118,7 @@ def read_conversation(
     if ".parquet:" in where and not from_json and _has_null([call_arguments(message) for message in messages]):
         problem = f"has nulls in {quoted(value)}, which parquet writes for arguments that only other calls have"
         raise _refused(setting, where, problem, "write the messages as JSON text.")
-    converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
+    converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(lists for _, lists in read) else ""
     response = messages.pop() if messages[-1]["role"] == "assistant" else None
     if old := [message for message in messages if message.get("function_call")]:
         raise _refused(setting, where, f"has a function_call, which templates leave out: {quoted(old[0])}", _NEW_CALLS)
@@ -134,10 +134,10 @@ def meaning(name: str) -> str:
     The value 1 of a "learned" name includes a text, that of an "unlearned" one excludes it. Others are in `_NAMES`.
     """
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|\W+", "_", name).lower().split("_")
-    known = _MEANINGS.get("_".join(words), "")
+    listed = _MEANINGS.get("_".join(words), "")
     kinds = [next((kind for kind, pattern in _WORDS.items() if pattern.fullmatch(word)), "other") for word in words]
-    if known or "other" in kinds:
-        return known
+    if listed or "other" in kinds:
+        return listed
     if "masked" in words or {"learned", "unlearned"} <= {*kinds}:
         return "unlearned"
     return "learned" if "learned" in kinds and words[0] != "mask" else "mask" if {"mask", "masks"} & {*words} else ""
@@ -162,8 +162,8 @@ def is_learned(message: Mapping[str, Any], setting: Setting, where: str) -> bool
         if any(value == (meaning(key) == "learned") for key, value in flags.items() if key != "weight"):
             raise ConfigError(*setting, f"a message of {where} ({role}) shall be learned: {quoted(flags)}.", fix)
         return False
-    if others := {key: message[key] for key in _OTHER_PARTS if message.get(key)}:
-        problem = f"{where} has parts of an answer outside of its content: {quoted(others)}."
+    if extra_parts := {key: message[key] for key in _OTHER_PARTS if message.get(key)}:
+        problem = f"{where} has parts of an answer outside of its content: {quoted(extra_parts)}."
         raise ConfigError(*setting, problem, "write them into the content, in the form that the student shall learn.")
     unclear = {key for key in said.keys() - flags.keys() if meaning(key) != "label" or not isinstance(said[key], str)}
     if unclear or any(value not in (0, 1) for value in flags.values()):
@@ -179,14 +179,14 @@ def split_conversation(whole: Conversation, setting: Setting, where: str) -> tup
     """
     messages = whole.messages if whole.response is None else (*whole.messages, whole.response)
     roles = [message["role"] for message in messages]
-    own = [i for i, message in enumerate(messages) if is_learned(message, setting, where)]
-    if not own or own[0] == 0:
-        found = f"has the roles {roles}, and {len(own)} messages to learn" if messages else "is a text"
+    learned = [i for i, message in enumerate(messages) if is_learned(message, setting, where)]
+    if not learned or learned[0] == 0:
+        problem = f"has the roles {roles}, and {len(learned)} messages to learn" if messages else "is a text"
         fix = "write messages: of the user, then of the assistant, and so on."
-        raise ConfigError(*setting, f"the conversation of {where} {found}.", fix)
-    read = [{key: value for key, value in each.items() if meaning(key) not in ON_LEARNING} for each in messages]
-    turns = tuple((read[i], i in own) for i in range(own[0], own[-1] + 1))
-    return replace(whole, messages=tuple(read[: own[0]]), response=None), turns
+        raise ConfigError(*setting, f"the conversation of {where} {problem}.", fix)
+    read = [{key: value for key, value in m.items() if meaning(key) not in ON_LEARNING} for m in messages]
+    turns = tuple((read[i], i in learned) for i in range(learned[0], learned[-1] + 1))
+    return replace(whole, messages=tuple(read[: learned[0]]), response=None), turns
 
 
 def excludes(name: str, value: Any) -> bool:
@@ -215,11 +215,11 @@ def read_tools(value: Any, setting: Setting, where: str) -> tuple[dict[str, Any]
     fix = "write a list of {type: function, function: {name, description, parameters}}, or its JSON as a text."
     is_text = isinstance(value, str)
     try:
-        found = value if not is_text else json.loads(value) if value.strip() else None
+        decoded = value if not is_text else json.loads(value) if value.strip() else None
     except ValueError as error:
         problem = f"the tools of {where} are {quoted(value)}, which is not JSON ({error})."
         raise ConfigError(*setting, problem, fix) from error
-    tools = [] if found is None else found
+    tools = [] if decoded is None else decoded
     if wrong := [tool for tool in tools if not _is_tool(tool)] if isinstance(tools, list) else [tools]:
         raise ConfigError(*setting, f"the tools of {where} have {quoted(wrong[0])}.", fix)
     if not is_text and _has_null(tools):
@@ -264,7 +264,7 @@ def json_messages(text: str) -> list[Any] | None:
     except ValueError:
         return None
     forms = {"role", "content"}, {"from", "value"}
-    are_messages = [isinstance(each, dict) and any(each.keys() >= keys for keys in forms) for each in value]
+    are_messages = [isinstance(entry, dict) and any(entry.keys() >= keys for keys in forms) for entry in value]
     return value if are_messages and all(are_messages) else None
 
 
@@ -278,24 +278,24 @@ def _message(
     role, content = (rest.pop(key, None) for key in (("from", "value") if sharegpt else ("role", "content")))
     name = _SHAREGPT.get(role, "") if sharegpt and isinstance(role, str) else role
     if name not in ROLES:
-        known = sorted(_SHAREGPT) if sharegpt else ROLES
-        found = f"has {quoted(role)} as the role of message {i}, which has the keys {sorted(message)}"
-        raise _refused(setting, where, found, f"use {', '.join(known)}.")
+        roles = sorted(_SHAREGPT) if sharegpt else ROLES
+        problem = f"has {quoted(role)} as the role of message {i}, which has the keys {sorted(message)}"
+        raise _refused(setting, where, problem, f"use {', '.join(roles)}.")
     if media := [key for key in rest if meaning(key) == "media" and not is_empty(rest[key])]:
-        found = f"has {media} in message {i}, and only text is supported"
-        raise _refused(setting, where, found, "remove the row.")
+        problem = f"has {media} in message {i}, and only text is supported"
+        raise _refused(setting, where, problem, "remove the row.")
     calls = rest.get("tool_calls", [])
     are_calls = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     if not are_calls or not all(isinstance(call.get("function") or call, dict) for call in calls):
         raise _refused(setting, where, f"has {quoted(calls)} as the tool calls of message {i}")
     content = "" if content is None and calls else content
-    parts = isinstance(content, list)
-    text = _joined(content, i, name, setting, where, images) if parts else content
+    is_list = isinstance(content, list)
+    text = _joined(content, i, name, setting, where, images) if is_list else content
     if not isinstance(text, str):
-        found = f"has {quoted(content)} as the content of message {i} ({name}), expected text"
-        raise _refused(setting, where, found)
+        problem = f"has {quoted(content)} as the content of message {i} ({name}), expected text"
+        raise _refused(setting, where, problem)
     check_unicode(text, setting, where)
-    return {**rest, "role": name, "content": text}, parts
+    return {**rest, "role": name, "content": text}, is_list
 
 
 def in_parts(message: Message) -> Message:
@@ -312,10 +312,10 @@ def call_arguments(message: Mapping[str, Any]) -> list[Any]:
     return [(call.get("function") or call).get("arguments", {}) for call in message.get("tool_calls", ())]
 
 
-def _joined(parts: Sequence[Any], i: int, role: str, setting: Setting, where: str, images: list[Any] | None) -> str:
+def _joined(pieces: Sequence[Any], i: int, role: str, setting: Setting, where: str, images: list[Any] | None) -> str:
     texts = []
     n_images = len(images or ())
-    for part in parts:
+    for part in pieces:
         fields = {"type": "text", "text": part} if isinstance(part, str) else part
         filled = {key for key, value in fields.items() if value is not None} if isinstance(fields, dict) else set()
         if images is not None and filled and str(fields.get("type")) in _IMAGE_PARTS:
@@ -336,9 +336,9 @@ def _joined(parts: Sequence[Any], i: int, role: str, setting: Setting, where: st
     return BORDER.join(filter(None, texts)) if stay_parts else "\n".join(texts)
 
 
-def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigError:
+def _refused(setting: Setting, where: str, problem: str, fix: str = "") -> ConfigError:
     fix = fix or "correct or remove the row: a prompt is text, or a list of messages with role and content."
-    return ConfigError(*setting, f"the prompt of {where} {found}.", fix)
+    return ConfigError(*setting, f"the prompt of {where} {problem}.", fix)
 
 
 def as_text(value: Any) -> str:
@@ -404,14 +404,14 @@ class TeacherPrompts:
             ConfigError: the row lacks a column of the template, or its prompt for the teacher is unusable.
         """
         self._n_rows += 1
-        found = None
+        teacher_prompt = None
         if self._template:
-            found = self._filled(row, prompt, where)
-        elif own := row.get(self._config.teacher_prompt_key) if self._config.teacher_prompt_key else None:
+            teacher_prompt = self._filled(row, prompt, where)
+        elif value := row.get(self._config.teacher_prompt_key) if self._config.teacher_prompt_key else None:
             with_images = bool(self._config.images_key)
-            found = read_conversation(own, self.setting, where, with_images=with_images)
-        self._n_own += found is not None
-        return found
+            teacher_prompt = read_conversation(value, self.setting, where, with_images=with_images)
+        self._n_own += teacher_prompt is not None
+        return teacher_prompt
 
     def _filled(self, row: Mapping[str, Any], prompt: Conversation, where: str) -> Conversation:
         last = prompt.messages[-1] if prompt.messages else None

@@ -60,29 +60,29 @@ class ImageReader:
         """
         column = row.get(self.key)
         values = [] if column in (None, "") else list(column) if isinstance(column, list | tuple) else [column]
-        given = list(prompt.images)
+        values_of_marks = list(prompt.images)
         texts = [message["content"] for message in prompt.messages] if prompt.messages else [prompt.text]
         whole = "".join(texts)
-        if whole.count(IMAGE) != len(given):
+        if whole.count(IMAGE) != len(values_of_marks):
             problem = f"the prompt of {where} has an image in the response, or the character U+E002, a mark of images."
             raise ConfigError(*setting, problem, "correct or remove the row.")
         if is_rendered:
-            given = [None] * len(values)
+            values_of_marks = [None] * len(values)
         elif values and IMAGE not in whole and PLACEHOLDER in whole:
             texts = [text.replace(PLACEHOLDER, IMAGE) for text in texts]
-            given = [None] * whole.count(PLACEHOLDER)
-        elif values and not given:
+            values_of_marks = [None] * whole.count(PLACEHOLDER)
+        elif values and not values_of_marks:
             first = next((i for i, m in enumerate(prompt.messages) if m["role"] == "user"), 0)
             texts[first] = IMAGE * len(values) + texts[first]
-            given = [None] * len(values)
+            values_of_marks = [None] * len(values)
         elif PLACEHOLDER in whole:
             problem = f"the prompt of {where} has the text {PLACEHOLDER} and no image for it."
             raise ConfigError(*setting, problem, "give the row its image, or remove the text.")
-        if (missing := sum(value is None for value in given)) != len(values):
+        if (missing := sum(value is None for value in values_of_marks)) != len(values):
             problem = f"the prompt of {where} has {missing} places for {len(values)} images of {self.key}."
             raise ConfigError(*setting, problem, "write one part, or <image>, for each of them.")
         rest = iter(values)
-        images = tuple(self._image(next(rest) if value is None else value, where) for value in given)
+        images = tuple(self._image(next(rest) if value is None else value, where) for value in values_of_marks)
         self.n_read += len(images)
         n_bytes = sum(image.n_bytes for image in {*images})
         if len({*images}) > MAX_IMAGES or n_bytes > MAX_IMAGES_BYTES:
@@ -102,26 +102,26 @@ class ImageReader:
             raise ConfigError(*self._setting, f"{where}: {error}.", "correct or remove the row.") from error
 
     def _image(self, value: Any, where: str) -> EncodedImage:
-        found = value
+        source = value
         try:
-            while isinstance(found, dict):
-                filled = {key: each for key, each in found.items() if each is not None and key != "detail"}
+            while isinstance(source, dict):
+                filled = {key: inner for key, inner in source.items() if inner is not None and key != "detail"}
                 keys = [key for key in _SOURCES if key in filled]
                 if len(filled) > len(keys) or (len(keys) > 1 and keys != ["bytes", "path"]):
                     raise ImageError(f"it has {sorted(filled)}, and one of {', '.join(_SOURCES)} is read")
-                found = filled[keys[0]] if keys else None
-            if isinstance(found, bytes):
-                return self._stored(found)
-            if not isinstance(found, str):
+                source = filled[keys[0]] if keys else None
+            if isinstance(source, bytes):
+                return self._stored(source)
+            if not isinstance(source, str):
                 raise ImageError("it is neither bytes nor the path of a file")
-            if found.startswith("data:"):
-                head, _, text = found.partition(",")
+            if source.startswith("data:"):
+                head, _, text = source.partition(",")
                 if not head.endswith(";base64"):
                     raise ImageError(f"its head is {quoted(head)}, and base64 is needed")
                 return self._stored(base64.b64decode(text, validate=True))
-            if "://" in found and not found.startswith("file://"):
+            if "://" in source and not source.startswith("file://"):
                 raise ImageError("it is an address, and a run reads local files")
-            file = Path(where.rpartition(":")[0]).parent / found.removeprefix("file://")
+            file = Path(where.rpartition(":")[0]).parent / source.removeprefix("file://")
             if file.stat().st_size > MAX_IMAGE_BYTES:
                 raise ImageError(f"it has more than {MAX_IMAGE_BYTES} bytes")
             data = file.read_bytes()
@@ -147,7 +147,7 @@ class ImageReader:
 def without_images(value: Any) -> Any:
     """Return a row, or a value of it, with None in place of the bytes of images: they would stay in memory."""
     if isinstance(value, dict):
-        return {key: without_images(each) for key, each in value.items()}
+        return {key: without_images(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [without_images(each) for each in value]
+        return [without_images(entry) for entry in value]
     return None if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:image")) else value

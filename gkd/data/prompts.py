@@ -82,9 +82,9 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         problem = f"no such folder ({Path(path).absolute()})."
         raise ConfigError(key, path, problem, "use a local folder in Hugging Face format.")
     try:
-        made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-        add_template(made, Path(path))
-        read = made.decode(made(_PROBE, add_special_tokens=False)["input_ids"], clean_up_tokenization_spaces=False)
+        loaded = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        add_template(loaded, Path(path))
+        read = loaded.decode(loaded(_PROBE, add_special_tokens=False)["input_ids"], clean_up_tokenization_spaces=False)
         file = Path(path) / "tokenizer.json"
         inner = Tokenizer.from_file(str(file)) if read != _PROBE and file.is_file() else None
         loses = inner is not None and inner.decode(inner.encode(_PROBE, add_special_tokens=False).ids) == _PROBE
@@ -100,7 +100,7 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         raise ConfigError(
             key, path, problem, 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json.'
         )
-    return made
+    return loaded
 
 
 def load_prompts(
@@ -125,7 +125,7 @@ def load_prompts(
     converted = Counter[str]()
     refused: list[tuple[str, ConfigError]] = []
     columns = None if keep_rows else reader.reads
-    rows = (found for file in files for found in read_rows(file, key, columns))
+    rows = (row_of_file for file in files for row_of_file in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"), _collected(refused, key):
         for row_id, (where, row) in enumerate(rows):
             if row_id % _REPORT_ROWS == 0:
@@ -142,7 +142,7 @@ def load_prompts(
                     continue
                 if not prompts:
                     log.info("%s: the first prompt has %d tokens: %.*s", key, len(prompt.ids), _SHOWN, prompt.text)
-                response, own = reader.response(read, row, where)
+                response, is_own = reader.response(read, row, where)
                 prompts.append(
                     Prompt(
                         row_id,
@@ -152,7 +152,7 @@ def load_prompts(
                         read.route,
                         None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
                         encode_row(where, reader.kept(row)) if keep_rows else None,
-                        own,
+                        is_own,
                         read.images,
                     )
                 )
@@ -299,14 +299,14 @@ class RowReader:
         rendered = self._renderer.render(prompt, setting, where)
         self._n_own_system += has_system(prompt)
         if rendered.converted == AS_IS and (self._views.is_template or (self._has_two and view is prompt)):
-            made = "and the template's text would stand outside of its turns"
+            reason = "and the template's text would stand outside of its turns"
             other = "with the student's template and not the teacher's"
-            problem = f"the prompt of {where} is rendered already, {made if self._views.is_template else other}."
+            problem = f"the prompt of {where} is rendered already, {reason if self._views.is_template else other}."
             key = self._views.setting if self._views.is_template else setting
             raise ConfigError(*key, problem, "write messages, or use data.teacher_prompt_key.")
         teacher = None if view is None else self._teacher_renderer.render(view, self._views.setting, where)
         if self._images is not None:
-            turns = tuple((self._renderer.as_text(message, setting, where), own) for message, own in turns)
+            turns = tuple((self._renderer.as_text(message, setting, where), is_own) for message, is_own in turns)
             rendered = replace(rendered, ids=self._images.expand(rendered.ids, images, where))
             teacher = teacher and replace(teacher, ids=self._images.expand(teacher.ids, images, where))
         read = ReadRow(rendered, teacher, prompt.response, self._routes.of(row, where), turns, images)
@@ -478,11 +478,11 @@ class RowRoutes:
         """Return the index of a row's route. Raises ConfigError: it names none, and there is no route `default`."""
         if not self._names:
             return 0
-        found = row.get(self._column)
-        name = as_text(found)
-        if found is None or name not in self._index:
+        cell = row.get(self._column)
+        name = as_text(cell)
+        if cell is None or name not in self._index:
             if _DEFAULT not in self._index:
-                value = f"has {found!r}" if self._column in row else f"has only the columns {sorted(row)}"
+                value = f"has {cell!r}" if self._column in row else f"has only the columns {sorted(row)}"
                 problem = f"{where} {value}, and teacher.routes are {', '.join(self._names)}."
                 fix = f"correct the row, add the route, or a route {_DEFAULT} for all other rows."
                 raise ConfigError("data.teacher_key", self._column, problem, fix)

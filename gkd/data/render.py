@@ -232,8 +232,8 @@ class PromptRenderer:
             marker = self._marker.search(content)
             is_prompt = len(self._end) >= _SHORTEST_HEAD and content.rstrip().endswith(self._end)
             if marker or is_prompt or self.is_rendered(content):
-                found = f"with {marker[0]}, which separates messages" if marker else "rendered already"
-                problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
+                what = f"with {marker[0]}, which separates messages" if marker else "rendered already"
+                problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {what}."
                 fix = "correct the row. A rendered text must be one string; data.chat_template=never takes it as it is."
                 raise ConfigError(*setting, problem, fix)
         frame = self.template.frame(messages, tools)
@@ -266,9 +266,9 @@ class PromptRenderer:
         if not any(names):
             return []
         pairs = [*zip(messages, names, strict=True)]
-        marked = [{**m, "tool_calls": [*map(_renamed, m["tool_calls"], own)]} if own else m for m, own in pairs]
+        marked = [{**m, "tool_calls": [*map(_renamed, m["tool_calls"], calls)]} if calls else m for m, calls in pairs]
         text = self._write(marked, tools, where)
-        return [message for message, own in pairs if any(name not in text for name in own)]
+        return [message for message, calls in pairs if any(name not in text for name in calls)]
 
     def is_rendered(self, text: str) -> bool:
         """Return whether a text begins as the turns of the template do; it need not without a template."""
@@ -308,15 +308,15 @@ def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _not_in_order(text: str, messages: Sequence[Message]) -> list[Message]:
     """Return the messages that do not follow the ones before them. The system's text may stand anywhere."""
     lost = list[Message]()
-    at = 0
+    position = 0
     for message in messages:
         content = message["content"]
         moves = message["role"] == "system"
-        first = 0 if moves else at
+        first = 0 if moves else position
         forms = filter(None, forms_of(message)) if content.strip() else [content]
         places = [(place, len(form)) for form in forms if (place := text.find(form, first)) >= 0]
         if places and not moves:
-            at = sum(min(places))
+            position = sum(min(places))
         elif not places and content.strip():
             lost.append(message)
     return lost

@@ -59,7 +59,7 @@ class ResponseReader:
             ConfigError: an answer repeats the end of its prompt, has no tokens, or an end token before its end; the
                 template does not write it behind its prompt, or cannot write a message between two turns.
         """
-        parts: list[tuple[list[int], bool]] = []
+        pieces: list[tuple[list[int], bool]] = []
         history: list[dict[str, Any]] = []
         for is_turn, group in groupby(turns, lambda turn: turn[0]["role"] == "assistant"):
             messages, flags = map(list, zip(*group, strict=True))
@@ -67,16 +67,16 @@ class ResponseReader:
                 if is_turn:
                     ids = self._turn(prompt, history, messages, where)
                 else:
-                    ids = self._between(prompt, history, messages, where, parts[-1][0][-1])
+                    ids = self._between(prompt, history, messages, where, pieces[-1][0][-1])
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
-            parts.append((ids, flags[0]))
+            pieces.append((ids, flags[0]))
             history = [*history[:1], *messages]  # A short history, as that of `ChatDelta`, makes the time linear.
-        response = np.concatenate([part for part, _ in parts]).astype(np.int32)[: self._limit]
-        own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
-        n = int(np.flatnonzero(own)[-1]) + 1
-        return response[:n], own[:n]
+        response = np.concatenate([part for part, _ in pieces]).astype(np.int32)[: self._limit]
+        own_mask = np.repeat([is_own for _, is_own in pieces], [len(part) for part, _ in pieces])[: self._limit]
+        n = int(np.flatnonzero(own_mask)[-1]) + 1
+        return response[:n], own_mask[:n]
 
     def log(self) -> None:
         """Warn about answers that never end the thoughts that their prompt begins."""
@@ -108,12 +108,12 @@ class ResponseReader:
             raise ConfigError(*self._setting, problem, "remove it from the text, because the chat template writes it.")
         added = self._renderer.template.added
         names = {added[i]: i for i in self._ends if i in added}
-        own = max((name for name in names if text.endswith(name)), key=len, default="")
-        text = text.removesuffix(own)
+        end_text = max((name for name in names if text.endswith(name)), key=len, default="")
+        text = text.removesuffix(end_text)
         answer, behind = self._answer(prompt, text, where)
         places = ((behind.find(name), -len(name), name) for name in names if name in behind)
-        at, _, end = min(places, default=(0, 0, ""))
-        ids = self._ids_behind(prompt.text, answer + behind[:at])
+        end_start, _, end = min(places, default=(0, 0, ""))
+        ids = self._ids_behind(prompt.text, answer + behind[:end_start])
         if not (text.strip() and answer and ids):
             raise ConfigError(*self._setting, f"the response of {where} has no tokens.", "correct or remove the row.")
         if any(token in self._ends for token in ids[:-1]):
@@ -125,7 +125,7 @@ class ResponseReader:
             raise ConfigError(*self._setting, problem, "remove it from the text.")
         if ids[-1] not in self._ends:
             eos = self._tokenizer.eos_token_id
-            ids.append(names.get(own or end, self._ends[0] if eos is None else eos))
+            ids.append(names.get(end_text or end, self._ends[0] if eos is None else eos))
         return ids
 
     def _answer(self, prompt: Rendered, text: str, where: str) -> tuple[str, str]:
@@ -212,9 +212,9 @@ class AnswerTexts:
                         return text, self._behind
         if not messages and _words(begun):
             return answer, self._behind
-        at = max(0, len(os.path.commonprefix([prompt, texts[0]])) - _SHOWN)
-        written = texts[0][at:].replace(QUESTION["content"], "...")
-        raise DataError(f"the prompt ends with {quoted(prompt[at:])}, and with the answer it is {quoted(written)}")
+        start = max(0, len(os.path.commonprefix([prompt, texts[0]])) - _SHOWN)
+        written = texts[0][start:].replace(QUESTION["content"], "...")
+        raise DataError(f"the prompt ends with {quoted(prompt[start:])}, and with the answer it is {quoted(written)}")
 
     def _has_form(self, answer: str, begun: str) -> bool:
         """Return whether an answer begins as the template begins answers: with a channel, or unfinished thoughts."""
@@ -253,11 +253,11 @@ def _messages(answer: str, begun: str) -> Iterator[Message]:
 def _answer_in(written: str, begun: str, answer: str) -> str | None:
     """Return an answer as it is written behind its beginning, or its own text if only thoughts are lacking; or None."""
     text = written.removeprefix(begun)
-    parts = [part.strip() for part in _THOUGHT_TAG.split(answer)]
+    segments = [part.strip() for part in _THOUGHT_TAG.split(answer)]
     ends = {tag for tag in _THOUGHT_TAG.findall(answer) if "/" in tag}
-    is_whole = text.rstrip().endswith(parts[-1]) and all(part in text for part in parts)
+    is_whole = text.rstrip().endswith(segments[-1]) and all(part in text for part in segments)
     if is_whole and written.startswith(begun) and all(text.count(end) == answer.count(end) for end in ends):
         return text
     is_same = written.strip() == answer.strip()
-    drops = bool(ends) and "/" not in "".join(_THOUGHT_TAG.findall(begun)) and _words(written) == parts[-1]
+    drops = bool(ends) and "/" not in "".join(_THOUGHT_TAG.findall(begun)) and _words(written) == segments[-1]
     return answer if (is_same or drops) and written.startswith(_THOUGHT_TAG.split(begun)[0]) else None

@@ -135,14 +135,14 @@ class RowTable:
 
     def row(self, prompt_id: int) -> bytes:
         """Return the encoded row of a prompt. Raises DataError: there is none."""
-        at = bisect_left(self.prompt_ids, prompt_id)  # np.searchsorted releases the GIL, which other threads then take
-        if at == len(self.prompt_ids) or self.prompt_ids[at] != prompt_id:
+        row = bisect_left(self.prompt_ids, prompt_id)  # np.searchsorted releases the GIL, which other threads then take
+        if row == len(self.prompt_ids) or self.prompt_ids[row] != prompt_id:
             raise DataError(
                 f"prompt {prompt_id} has no row in the data of this run, and a reward function needs it. "
                 "Fix: replay batches with the data.train_files of the run that recorded them"
             )
-        start = int(self.ends[at - 1]) if at else 0
-        return self.data[start : int(self.ends[at])].tobytes()
+        start = int(self.ends[row - 1]) if row else 0
+        return self.data[start : int(self.ends[row])].tobytes()
 
 
 _CHUNK_BYTES = 4 << 20

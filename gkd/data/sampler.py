@@ -56,9 +56,9 @@ class RouteSampler(PromptSampler):
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, shares: RouteShares) -> None:
         super().__init__(prompts, shuffle=shuffle, seed=seed)
-        own = [[p for p in prompts if p.route == route] for route in range(shares.n_routes)]
+        by_route = [[p for p in prompts if p.route == route] for route in range(shares.n_routes)]
         self._shares = shares
-        self._orders = [PromptSampler(each, shuffle=shuffle, seed=seed) for each in own]
+        self._orders = [PromptSampler(route_prompts, shuffle=shuffle, seed=seed) for route_prompts in by_route]
 
     def take(self, start: int, count: int) -> list[Prompt]:
         places = [self._shares.at(position) for position in range(start, start + count)]
@@ -96,8 +96,8 @@ def on_policy_indices(step: int, batch_size: int, share: float, seed: int) -> li
         Ascending; floor((step + 1) * share * batch_size) - floor(step * share * batch_size) of them.
     """
     # Exact decimal: in floating point, 0.29 * 100 prompts would be 28.
-    each = Fraction(repr(share)) * batch_size
-    count = int((step + 1) * each) - int(step * each)
+    per_step = Fraction(repr(share)) * batch_size
+    count = int((step + 1) * per_step) - int(step * per_step)
     indices = np.random.default_rng([seed, step, _STREAM]).permutation(batch_size)[:count]
     return sorted(indices.tolist())
 
@@ -143,6 +143,6 @@ class RouteShares:
         return numbered
 
     def _counts(self, batch: int) -> list[int]:
-        counts = [int(batch * each) for each in self._each]
+        counts = [int(batch * per_batch) for per_batch in self._each]
         counts[self._largest] += batch * self._size - sum(counts)
         return counts

@@ -97,15 +97,15 @@ def scatter_to_groups(
         lengths = work(n_tokens, attention_length)
     groups = [np.flatnonzero(group_of == group) for group in range(dp_size)]
     order = np.argsort(samples)
-    for group, own in enumerate(even_groups([samples[g] for g in groups], [lengths[g] for g in groups])):
-        group_of[order[np.searchsorted(samples, own, sorter=order)]] = group
-    parts: list[list[GroupPart]] = [[] for _ in range(dp_size)]
+    for group, group_samples in enumerate(even_groups([samples[g] for g in groups], [lengths[g] for g in groups])):
+        group_of[order[np.searchsorted(samples, group_samples, sorter=order)]] = group
+    group_parts: list[list[GroupPart]] = [[] for _ in range(dp_size)]
     for chunk, owners in zip(batch, np.split(group_of, np.cumsum(n_sequences)[:-1]), strict=True):
         for group in sorted(set(owners.tolist())):  # faster than np.unique for a chunk
-            at = np.flatnonzero(owners == group)
-            numbers = None if chunk.numbers is None else chunk.numbers[at].astype(_NUMBER).tobytes()
-            parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, at), numbers))
-    return parts
+            positions = np.flatnonzero(owners == group)
+            numbers = None if chunk.numbers is None else chunk.numbers[positions].astype(_NUMBER).tobytes()
+            group_parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, positions), numbers))
+    return group_parts
 
 
 def scatter_to_ranks(
@@ -129,11 +129,11 @@ def scatter_to_ranks(
     first_guess = np.minimum(middle * n_ranks // n_tokens.sum(), n_ranks - 1)
     groups = [np.flatnonzero(first_guess == rank).astype(np.int32) for rank in range(n_ranks)]
     ranks: list[list[RankPart]] = []
-    for own in even_groups(groups, [n_tokens[group] for group in groups]):
-        parts = []
-        for i in np.unique(chunk_of[own]).tolist():
-            parts.append(RankPart(i, encode_part(chunks[i], np.sort(index_of[own[chunk_of[own] == i]]))))
-        ranks.append(parts)
+    for members in even_groups(groups, [n_tokens[group] for group in groups]):
+        rank_parts = []
+        for i in np.unique(chunk_of[members]).tolist():
+            rank_parts.append(RankPart(i, encode_part(chunks[i], np.sort(index_of[members[chunk_of[members] == i]]))))
+        ranks.append(rank_parts)
     return ranks
 
 
@@ -200,22 +200,22 @@ def map_selected(
     return [[next(results) for _ in part] for part in selected]
 
 
-def gather_results(sequence_indices: Sequence[bytes | None], parts: Sequence[list[T]]) -> list[T | None]:
+def gather_results(sequence_indices: Sequence[bytes | None], results: Sequence[list[T]]) -> list[T | None]:
     """Return the results of one chunk at the places of its sequences in their list; None where no part has one.
 
     Args:
         sequence_indices: of each part.
-        parts: the results of `map_selected` for this chunk, by rank.
+        results: the results of `map_selected` for this chunk, by rank.
 
     Raises:
         DataError: a sequence has two results, or a part has not one for each of its sequences.
     """
     placed: dict[int, T] = {}
-    for selection, part in zip(sequence_indices, parts, strict=True):
-        at = range(len(part)) if selection is None else np.frombuffer(selection, _INDEX).tolist()
-        if len(at) != len(part) or not placed.keys().isdisjoint(at):
-            raise DataError(f"a part of a chunk has results of {len(part)} sequences for {list(at)}; others have some")
-        placed.update(zip(at, part, strict=True))
+    for selection, part in zip(sequence_indices, results, strict=True):
+        idx = range(len(part)) if selection is None else np.frombuffer(selection, _INDEX).tolist()
+        if len(idx) != len(part) or not placed.keys().isdisjoint(idx):
+            raise DataError(f"a part of a chunk has results of {len(part)} sequences for {list(idx)}; others have some")
+        placed.update(zip(idx, part, strict=True))
     return [placed.get(i) for i in range(max(placed, default=-1) + 1)]
 
 
@@ -335,12 +335,12 @@ def _relieve(heavy: _Group, light: _Group) -> bool:
     best = abs(gap - 2 * moved) / 2 if 0 < moved < gap else float(gap)
     exchange = None
     if len(light.lengths):
-        given = heavy.all_nearest(light.lengths + gap / 2)
-        net = heavy.lengths[given] - light.lengths
+        offered = heavy.all_nearest(light.lengths + gap / 2)
+        net = heavy.lengths[offered] - light.lengths
         left = np.where((net > 0) & (net < gap), np.abs(gap - 2 * net), np.inf)
         returned = int(left.argmin())
         if left[returned] < best:
-            exchange = int(given[returned]), returned
+            exchange = int(offered[returned]), returned
     if exchange is not None:
         index, returned = exchange
         key = light.keys[returned]

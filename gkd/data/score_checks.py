@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 def check_own(rollout: Rollout, where: str) -> None:
     """Raise TeacherError if `own` is not [R] bool with at least one own token."""
-    own = rollout.own
+    is_own = rollout.own
     expected = rollout.response_ids.shape
-    if own is not None and (own.dtype != np.bool_ or own.shape != expected or not own.any()):
-        problem = f"own is {own.dtype} {list(own.shape)} with {np.count_nonzero(own)} own tokens"
+    if is_own is not None and (is_own.dtype != np.bool_ or is_own.shape != expected or not is_own.any()):
+        problem = f"own is {is_own.dtype} {list(is_own.shape)} with {np.count_nonzero(is_own)} own tokens"
         raise TeacherError(f"{where}: {problem}, expected bool {list(expected)} with at least one")
 
 
@@ -90,8 +90,8 @@ def validate_scores(
     if with_reference:
         if scores.reference_logprobs is None:
             raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")
-        own = Rows((f"{where}: the reference",), (rollout.n_own,), (rollout.own,))
-        check_logprobs(own, scores.reference_logprobs)
+        own_rows = Rows((f"{where}: the reference",), (rollout.n_own,), (rollout.own,))
+        check_logprobs(own_rows, scores.reference_logprobs)
 
 
 def _required(table: T | None, signal: Signal, where: str) -> T:

@@ -253,8 +253,8 @@ def texts_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     texts = list[dict[str, Any]]()
     for message in messages:
         content = message["content"]
-        parts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-        texts += [{**message, "content": text} for text in parts]
+        contents = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+        texts += [{**message, "content": text} for text in contents]
     return texts
 
 

@@ -64,7 +64,7 @@ class Row:
 
     def matches(self, key: str) -> bool:
         """Return whether a key of a metrics line belongs to this row."""
-        return re.fullmatch(re.sub(r"<(\w+)>", lambda found: _pattern(found[1]), self.key), key) is not None
+        return re.fullmatch(re.sub(r"<(\w+)>", lambda match: _pattern(match[1]), self.key), key) is not None
 
 
 def _pattern(placeholder: str) -> str:
@@ -79,4 +79,4 @@ def table_rows(page: str, n_columns: int) -> list[list[str]]:
 
 
 _PAGE = (files("gkd.metrics") / "metrics.md").read_text(encoding="utf-8")
-ROWS = tuple(Row(key.strip("`"), *others) for key, *others in table_rows(_PAGE, len(fields(Row))))
+ROWS = tuple(Row(key.strip("`"), *columns) for key, *columns in table_rows(_PAGE, len(fields(Row))))

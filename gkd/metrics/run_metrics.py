@@ -58,7 +58,7 @@ class StepMetrics:
         seconds = driver.seconds_since(self._began_s)
         total = driver.clock() - self._began_s
         accounted = sum(seconds.values()) / total if total > 0 else 1.0
-        stages = {f"time/{stage}_s": each for stage, each in seconds.items()}
+        stages = {f"time/{stage}_s": stage_s for stage, stage_s in seconds.items()}
         return stages | {"time/step_s": total, "time/accounted_share": accounted}
 
     def add(self, numbers: Mapping[str, float]) -> None:

@@ -29,14 +29,14 @@ class SpanFile:
     Args:
         writer: of spans.jsonl.
         teacher_host: where the teacher server runs.
-        own: the driver's recorder; what it holds of an earlier run is dropped.
+        recorder: the driver's recorder; what it holds of an earlier run is dropped.
     """
 
-    def __init__(self, writer: MetricsWriter, teacher_host: str = "", own: SpanRecorder = driver) -> None:
+    def __init__(self, writer: MetricsWriter, teacher_host: str = "", recorder: SpanRecorder = driver) -> None:
         self._writer = writer
         self._teacher_host = teacher_host
-        self._own = own
-        own.take()
+        self._own = recorder
+        recorder.take()
         self._starts: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)  # on the monotonic clock
         self._found: list[ProcessSpans] = []
 
@@ -44,9 +44,9 @@ class SpanFile:
         """Start a step: spans from now on belong to it."""
         self._starts.append((self._own.clock(), step))
 
-    def add(self, found: Iterable[ProcessSpans | None]) -> None:
+    def add(self, processes: Iterable[ProcessSpans | None]) -> None:
         """Add spans on the clocks of their hosts."""
-        self._found += [spans for spans in found if spans is not None]
+        self._found += [spans for spans in processes if spans is not None]
 
     def add_scored(self, batch: Sequence[ScoredChunk]) -> None:
         """Add the spans of scored chunks; chunks from a checkpoint or of a local teacher have none."""
@@ -68,12 +68,12 @@ class SpanFile:
         """
         first: dict[tuple[str, float], tuple[float, Computation]] = {}
         n_sequences: Counter[tuple[str, float]] = Counter()
-        for found in chain.from_iterable(by_endpoint.values()):
-            key = (found.worker, found.compute_s)
-            end_s = found.received_s
-            n_sequences[key] += found.n_sequences
+        for computation in chain.from_iterable(by_endpoint.values()):
+            key = (computation.worker, computation.compute_s)
+            end_s = computation.received_s
+            n_sequences[key] += computation.n_sequences
             if key not in first or end_s < first[key][0]:
-                first[key] = end_s, found
+                first[key] = end_s, computation
         by_worker: defaultdict[str, list[Span]] = defaultdict(list)
         for end_s, batch in sorted(first.values(), key=lambda pair: pair[0] - pair[1].compute_s):
             start_s = end_s - batch.compute_s
@@ -88,11 +88,11 @@ class SpanFile:
     def end(self) -> None:
         """Write what has been added. Raises CheckpointError: the file cannot be written."""
         to_wall_s = self._own.to_wall_s()
-        found = [self._own.take(to_wall_s), *self._found]
+        processes = [self._own.take(to_wall_s), *self._found]
         self._found = []
-        hosts = {spans.process: spans.host for spans in found}
+        hosts = {spans.process: spans.host for spans in processes}
         lines: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
-        for spans in found:
+        for spans in processes:
             for span in spans.spans:
                 rounded = Span(span.name, round(span.start_s, 6), round(span.duration_s, 6), span.args)
                 lines[self._step_at(span.start_s, to_wall_s), spans.process].append(rounded)
@@ -132,15 +132,15 @@ def read_spans(path: Path) -> list[SpanLine]:
     lines = []
     for number, line in enumerate(read_metrics(path), start=1):
         try:
-            found = msgspec.convert(line, SpanLine)
-            sort_key(found.process)
-            for span in found.spans:
+            decoded = msgspec.convert(line, SpanLine)
+            sort_key(decoded.process)
+            for span in decoded.spans:
                 if not (math.isfinite(span.start_s) and 0 <= span.duration_s < math.inf):
                     raise ValueError(f"{span!r} is not a span")
         except (msgspec.ValidationError, ValueError) as error:
             fix = "delete that line to continue"
             raise CheckpointError(f"{path}: line {number} is not a line of spans ({error!r}); {fix}") from error
-        lines.append(found)
+        lines.append(decoded)
     return lines
 
 

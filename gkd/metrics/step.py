@@ -115,24 +115,24 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
     functions = config.reward.functions
     values = np.concatenate([chunk.rewards for chunk in judged if chunk.rewards is not None])
     rewards = values @ np.array([entry.weight for entry in functions])
-    known = ~np.isnan(values)
+    is_known = ~np.isnan(values)
     groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // config.rollout.n
-    _, own = np.unique(groups, return_inverse=True)
-    highest = np.full(own.max() + 1, -np.inf)
-    lowest = np.full(own.max() + 1, np.inf)
-    whole = known.all(axis=1)
-    np.maximum.at(highest, own[whole], rewards[whole])
-    np.minimum.at(lowest, own[whole], rewards[whole])
+    _, group_of = np.unique(groups, return_inverse=True)
+    highest = np.full(group_of.max() + 1, -np.inf)
+    lowest = np.full(group_of.max() + 1, np.inf)
+    whole = is_known.all(axis=1)
+    np.maximum.at(highest, group_of[whole], rewards[whole])
+    np.minimum.at(lowest, group_of[whole], rewards[whole])
     trained = {}
     if config.distill.response_weight != "none":
         factors = np.concatenate([chunk.numbers[:, 1] for chunk in judged if chunk.numbers is not None])
         trained = {"reward/trained_share": float((factors > 0).mean())}
-    columns = [values[known[:, i], i] for i in range(len(functions))]
+    columns = [values[is_known[:, i], i] for i in range(len(functions))]
     return {
         "reward/mean": _mean(rewards[whole]),
         "reward/std": float(rewards[whole].std()) if whole.any() else math.nan,
         "reward/flat_groups": float((highest <= lowest).mean()),
-        "reward/undecided": float((~known).sum()),
+        "reward/undecided": float((~is_known).sum()),
         **trained,
         **{f"reward/{function_name(entry.path)}/mean": _mean(x) for entry, x in zip(functions, columns, strict=True)},
     }

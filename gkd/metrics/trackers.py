@@ -106,9 +106,9 @@ class WandB:
         self._next = self._run.starting_step
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        own = max(step, self._next)
-        self._next = own + 1
-        self._run.log({**numbers, "step": step}, step=own)
+        own_step = max(step, self._next)
+        self._next = own_step + 1
+        self._run.log({**numbers, "step": step}, step=own_step)
 
     def close(self) -> None:
         self._run.finish()
@@ -126,17 +126,17 @@ class MLflow:
 
         self._metric = Metric
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}")
-        known = self._client.get_experiment_by_name(run.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(run.project)
-        found = (
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
+        earlier = (
             self._client.search_runs([experiment], f"tags.`gkd.run_id` = '{run.run_id}'") if run.is_continued else []
         )
         self._run_id = (
-            found[0]
-            if found
+            earlier[0]
+            if earlier
             else self._client.create_run(experiment, run_name=run.name, tags={"gkd.run_id": run.run_id})
         ).info.run_id
-        params = [] if found else [Param(key, str(value)) for key, value in run.settings.items()]
+        params = [] if earlier else [Param(key, str(value)) for key, value in run.settings.items()]
         for i in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[i : i + _PARAMS_PER_CALL])
 

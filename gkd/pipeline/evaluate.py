@@ -61,7 +61,7 @@ class Evaluator:
         self._evaluated = evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
         self._has_teacher = config.derived.teacher_pool != NONE
-        self._images = {each.prompt_id: each.images for each in self._prompts or training_prompts if each.images}
+        self._images = {entry.prompt_id: entry.images for entry in self._prompts or training_prompts if entry.images}
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Return whether to evaluate after this step: every `eval.every` steps, and after the last one."""

@@ -40,12 +40,12 @@ class BatchRecorder:
         self._enabled = enabled
 
     @contextmanager
-    def recording(self, step: int, parts: Sequence[Sequence[ScoredChunk]], m: StepMetrics) -> Iterator[None]:
+    def recording(self, step: int, batch_parts: Sequence[Sequence[ScoredChunk]], m: StepMetrics) -> Iterator[None]:
         """Write the batch while the block trains on it; leave the block when it is on disk.
 
         Args:
             step: the optimizer step that the block makes.
-            parts: of the batch, in the order of training.
+            batch_parts: of the batch, in the order of training.
             m: receives the wait after training as stage `record`.
 
         Raises CheckpointError: it cannot be written.
@@ -61,8 +61,8 @@ class BatchRecorder:
             # A new name each time: processes that outlive a killed run must not write into the next recording.
             work = self._root / f"{TMP}{step_folder(step)}_{secrets.token_hex(4)}"
             work.mkdir()
-        labels = [*map(_early, range(len(parts) - 1)), _LABEL]
-        named = zip(labels, parts, strict=True)
+        labels = [*map(_early, range(len(batch_parts) - 1)), _LABEL]
+        named = zip(labels, batch_parts, strict=True)
         recordings = [self._scoring.record(part, work, label, scored=True) for label, part in named]
         yield
         with m.stage("record"):

@@ -138,10 +138,10 @@ class StreamScheduler:
 
     def split(self, positions: Sequence[int]) -> tuple[list[int], list[int]] | None:
         """Return (finished, unfinished) of these positions in flight, or None if less than half have finished."""
-        parts: tuple[list[int], list[int]] = [], []
+        halves: tuple[list[int], list[int]] = [], []
         for position in positions:
-            parts[position not in self._finished_of[self._version[position]]].append(position)
-        return None if len(parts[0]) < len(parts[1]) else parts
+            halves[position not in self._finished_of[self._version[position]]].append(position)
+        return None if len(halves[0]) < len(halves[1]) else halves
 
     def _takes(self, step: int) -> list[tuple[int, int]] | None:
         """Return (version, n): the step takes n more finished prompts of this version or older. None: it must wait.

@@ -178,7 +178,7 @@ class StreamedBatches(BatchSource):
         with self._changed:
             self._scheduler.not_started(waiting, step)
 
-    def _wait_for(self, found: Callable[[], T | None]) -> T:
+    def _wait_for(self, result_of: Callable[[], T | None]) -> T:
         """Wait until the finished prompts give this a value, and return it.
 
         Raises:
@@ -188,8 +188,8 @@ class StreamedBatches(BatchSource):
         timeout_s = self._config.trainer.stage_timeout_s
         with self._changed:
             self._received_s = time.monotonic()
-            self._awaited = found
-            while (value := found()) is None:
+            self._awaited = result_of
+            while (value := result_of()) is None:
                 if self._error is not None:
                     raise self._error
                 left_s = self._received_s + timeout_s - time.monotonic()
@@ -295,5 +295,5 @@ class StreamChunks:
         of_all = np.concatenate([chunk.positions for chunk in self._chunks])
         chosen = np.isin(of_all, np.fromiter(positions, np.int64, len(positions)))
         ends = np.cumsum([len(chunk.positions) for chunk in self._chunks])
-        found = [np.flatnonzero(own) for own in np.split(chosen, ends[:-1])]
-        return [(chunk, places) for chunk, places in zip(self._chunks, found, strict=True) if len(places)]
+        places_of = [np.flatnonzero(in_chunk) for in_chunk in np.split(chosen, ends[:-1])]
+        return [(chunk, places) for chunk, places in zip(self._chunks, places_of, strict=True) if len(places)]

@@ -50,7 +50,7 @@ def probed(
         ConfigError: a probe failed, or the servers of teacher.url differ.
         TeacherUnavailable: a server does not reply.
     """
-    found: list[Probe] = []
+    probes: list[Probe] = []
     for url in route.teacher.url:
         start_s = time.monotonic()
         one = replace(route, teacher=replace(route.teacher, url=[url]))
@@ -63,12 +63,12 @@ def probed(
             model=info.fingerprint,
             outage_budget_s=budget_s,
         ) as teacher:
-            found.append(_Probe(config, one, teacher, tokenizer).run(prompts))
+            probes.append(_Probe(config, one, teacher, tokenizer).run(prompts))
         log.info("probed the teacher %s at %s in %.1f s", info.model_name, url, time.monotonic() - start_s)
-        if (moved := largest_difference(found[0].logprobs, found[-1].logprobs)) > SAME_PROBE:
+        if (moved := largest_difference(probes[0].logprobs, probes[-1].logprobs)) > SAME_PROBE:
             problem = f"its logprobs differ from those of {route.teacher.url[0]} by up to {moved:.3g} nats."
             raise ConfigError(route.key("url"), url, problem, "name servers of the same model.")
-    return replace(info, probe=found[0]._replace(noise=max(probe.noise for probe in found)))
+    return replace(info, probe=probes[0]._replace(noise=max(probe.noise for probe in probes)))
 
 
 class _Probe:
@@ -105,25 +105,25 @@ class _Probe:
         self._check_rows(scores.sampled_logprobs, alone, "with and without lists")
         if n := self._config.derived.n_student_ids:
             assert scores.topk is not None
-            given = replace(as_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.ids[:, -n:]))
+            with_ids = replace(as_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.ids[:, -n:]))
             fix = "start vLLM with --enable-scale-out and VLLM_USE_V2_MODEL_RUNNER=1, or use teacher."
             with self._refused("the teacher cannot score given ids", "distill.support", fix):
-                (chosen,) = self._scores([given], ("topk",))
+                (chosen,) = self._scores([with_ids], ("topk",))
             assert chosen.topk is not None
             self._check_rows(chosen.topk.logprobs, scores.topk.logprobs, "of given and of listed ids")
 
-    def _check_rows(self, some: np.ndarray | None, others: np.ndarray, which: str) -> None:
+    def _check_rows(self, some: np.ndarray | None, compared: np.ndarray, which: str) -> None:
         assert some is not None
-        if (moved := float(np.abs(some - others).max())) > _REPEATABLE:
+        if (moved := float(np.abs(some - compared).max())) > _REPEATABLE:
             raise self._wrong(f"logprobs {which} differ by up to {moved:.3g} nats: they are of different rows")
 
     def _check_repeats(self, ids: np.ndarray, alone: np.ndarray) -> float:
         """Score the sequence again, three times alone and four times among others; return the largest difference."""
-        others = [np.roll(ids, shift) for shift in range(1, 9)]
+        rolled = [np.roll(ids, shift) for shift in range(1, 9)]
         problem = "it cannot score several sequences at a time"
         again = [self._sampled([ids], problem)[0] for _ in range(3)]
-        again += self._sampled([*others[:4], *[ids] * 4, *others[4:]], problem)[4:8]
-        moved = max(float(np.abs(each - alone).max()) for each in again)
+        again += self._sampled([*rolled[:4], *[ids] * 4, *rolled[4:]], problem)[4:8]
+        moved = max(float(np.abs(logprobs - alone).max()) for logprobs in again)
         log.info("the teacher's logprobs of a repeated sequence differ by up to %.2g nats", moved)
         if moved > _ONE_MODEL:
             which = "a load balancer has servers of different models, or the scores are random"
@@ -147,11 +147,11 @@ class _Probe:
         after = dict(zip(self._ids.tolist(), np.roll(self._ids, -1).tolist(), strict=True))
         shifted = [np.array([after.get(i, i) for i in ids.tolist()], np.int32) for ids in texts]
         scores = self._sampled([*texts, *shifted], "it cannot score the prompts")
-        own, other = (float(np.concatenate(part).mean()) for part in (scores[: len(texts)], scores[len(texts) :]))
-        if own >= other + _BETTER:
+        true_mean, other = (float(np.concatenate(part).mean()) for part in (scores[: len(texts)], scores[len(texts) :]))
+        if true_mean >= other + _BETTER:
             return
         problem = (
-            f"texts score {own:.2f} nats a token and the same ids shifted by one {other:.2f}, so it has another "
+            f"texts score {true_mean:.2f} nats a token and the same ids shifted by one {other:.2f}, so it has another "
             "tokenizer, or does not know such texts"
         )
         if not agrees:
@@ -174,7 +174,7 @@ class _Probe:
         """Return the logprobs of each sequence's tokens from the second one on, [n - 1] float32."""
         with self._refused(problem):
             scores = self._scores([as_rollout(ids) for ids in sequences], ("sampled",))
-        return [each.sampled_logprobs for each in scores if each.sampled_logprobs is not None]
+        return [score.sampled_logprobs for score in scores if score.sampled_logprobs is not None]
 
     def _scores(self, rollouts: Sequence[Rollout], signals: Sequence[Signal]) -> list[TeacherScores]:
         return self._teacher.submit(rollouts, signals).result()

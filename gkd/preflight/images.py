@@ -28,7 +28,7 @@ def image_reader(config: Config) -> ImageReader | None:
         fix = "use a vision-language model, or remove data.images_key."
         raise config.error("model.path", f"{error}.", fix) from error
     # The run folder is made last, and it is on a disk, which a folder for temporary files need not be.
-    folder = next(each for each in Path(config.trainer.run_dir).absolute().parents if each.is_dir())
+    folder = next(parent for parent in Path(config.trainer.run_dir).absolute().parents if parent.is_dir())
     return ImageReader(processor, config.data.images_key, folder)
 
 

@@ -46,11 +46,11 @@ def _problem(term: LossTerm) -> str:
     try:
         value: object = divergence(log_q, log_p, term)
         if not isinstance(value, Tensor) or value.shape != (_TOKENS,):
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            return f"it returns {found} for tables of {[_TOKENS, _OUTCOMES]}, not a number per token, {[_TOKENS]}."
-        parts = torch.zeros_like(value)
+            returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            return f"it returns {returned} for tables of {[_TOKENS, _OUTCOMES]}, not a number per token, {[_TOKENS]}."
+        summed = torch.zeros_like(value)
         for token, half in product(range(_TOKENS), halves):
-            parts[token] += divergence(log_q[token : token + 1, half], log_p[token : token + 1, half], term)[0]
+            summed[token] += divergence(log_q[token : token + 1, half], log_p[token : token + 1, half], term)[0]
         impossible = torch.full((_TOKENS, 1), -torch.inf, dtype=torch.float64)
         padded = divergence(torch.cat([log_q, impossible], dim=1), torch.cat([log_p, impossible], dim=1), term)
         _, slope = value_and_slope(term.name)(log_q, log_p, term)
@@ -60,18 +60,18 @@ def _problem(term: LossTerm) -> str:
         spread = value_and_slope(term.name)(*_tables(10.0, torch.float32), term)
     except Exception as error:  # a user's function may raise any error
         return f"it raises {type(error).__name__}: {error}."
-    if not all(each.isfinite().all() for each in (value, slope, *spread)):
+    if not all(table.isfinite().all() for table in (value, slope, *spread)):
         return f"its values or slopes are not finite, for example {[*value.tolist(), *spread[0].tolist()]}."
-    if not torch.allclose(value, parts, rtol=1e-9, atol=1e-12):
-        return f"it is not a sum over the outcomes of each token: {value.tolist()}, and in parts {parts.tolist()}."
+    if not torch.allclose(value, summed, rtol=1e-9, atol=1e-12):
+        return f"it is not a sum over the outcomes of each token: {value.tolist()}, and in parts {summed.tolist()}."
     if not torch.allclose(value, padded, rtol=1e-9, atol=1e-12):
         added = (padded - value).tolist()
         return f"an outcome that is impossible for teacher and student adds {added}, not 0."
     if not torch.allclose(slope, expected, rtol=1e-5, atol=1e-7):
         row, column = divmod(int((slope - expected).abs().argmax()), _OUTCOMES)
-        own = float(slope[row, column])
+        actual = float(slope[row, column])
         wanted = float(expected[row, column])
-        return f"its slope in log q is {own:.6g} where finite differences of its value give {wanted:.6g}."
+        return f"its slope in log q is {actual:.6g} where finite differences of its value give {wanted:.6g}."
     return ""
 
 

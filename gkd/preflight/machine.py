@@ -165,11 +165,11 @@ def driver_problems(cuda: str) -> list[ConfigError]:
         listed = run_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", timeout_s=_SMI_S).split()
     except SmiError:
         return []  # `gkd.cluster.gpus` reports it
-    found = listed[0] if listed else ""
-    if not found.partition(".")[0].isdecimal() or int(found.partition(".")[0]) >= oldest or _newer_libcuda(cuda):
+    version = listed[0] if listed else ""
+    if not version.partition(".")[0].isdecimal() or int(version.partition(".")[0]) >= oldest or _newer_libcuda(cuda):
         return []
     problem = f"CUDA {cuda}, which torch is built for, needs a GPU driver of version {oldest} or newer."
-    return [ConfigError("driver", found, problem, "update the driver, or install NVIDIA's cuda-compat package.")]
+    return [ConfigError("driver", version, problem, "update the driver, or install NVIDIA's cuda-compat package.")]
 
 
 def build_problems() -> list[ConfigError]:
@@ -185,22 +185,22 @@ def build_problems() -> list[ConfigError]:
 
 def toolchain_problems() -> list[ConfigError]:
     """Return what is missing to compile the launchers of Triton's kernels, and a /dev/shm that is too small."""
-    found = []
+    problems = []
     if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
         problem = "there is no C compiler on PATH, which Triton and torch.compile need for kernels that are not cached."
-        found.append(ConfigError("CC", "", problem, "apt-get install gcc, or dnf install gcc."))
+        problems.append(ConfigError("CC", "", problem, "apt-get install gcc, or dnf install gcc."))
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         fix = f"apt-get install python{version}-dev, or dnf install python{version}-devel."
-        found.append(ConfigError("Python.h", str(header), "no such file; Triton's launchers include it.", fix))
+        problems.append(ConfigError("Python.h", str(header), "no such file; Triton's launchers include it.", fix))
     if _SHM.is_dir():
         free = shutil.disk_usage(_SHM).free / 2**30
         if free < SHM_GIB:
             problem = f"of shared memory are free, less than {SHM_GIB:g} GiB for Ray's objects, vLLM and NCCL."
             fix = f"mount -o remount,size=16G {_SHM}; in a container docker run --shm-size=16g, or --ipc=host."
-            found.append(ConfigError(str(_SHM), f"{free:.2f} GiB", problem, fix))
-    return found
+            problems.append(ConfigError(str(_SHM), f"{free:.2f} GiB", problem, fix))
+    return problems
 
 
 def _newer_libcuda(cuda: str) -> bool:

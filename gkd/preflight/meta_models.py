@@ -63,7 +63,7 @@ def distinct_sizes(config: PretrainedConfig, name: str) -> tuple[int, ...]:
     """Return the distinct values of a setting that is one number, or one for each layer; empty if it is not set."""
     value = getattr(config, name, None)
     values = value if isinstance(value, list | tuple) else [value]
-    return tuple(sorted({int(each) for each in values if each}))
+    return tuple(sorted({int(size) for size in values if size}))
 
 
 def local_teacher(config: Config, device: str) -> TeacherInfo:
@@ -117,8 +117,8 @@ def check_reference(config: Config, tokenizer: Any, n_vocab: int) -> str:
         raise ConfigError(key, folder, problem, "use a reference with at least as many ids.")
     if path:
         other = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
-        own = {token: i for token, i in tokenizer.get_vocab().items() if i < n_vocab}
-        n_shared, difference = shared_ids(own, other.get_vocab(), n_vocab, n_rows)
+        vocab = {token: i for token, i in tokenizer.get_vocab().items() if i < n_vocab}
+        n_shared, difference = shared_ids(vocab, other.get_vocab(), n_vocab, n_rows)
         if difference or n_shared < n_vocab:
             problem = f"its tokenizer differs from the student's: {difference}."
             raise ConfigError(key, path, problem, "use a reference with the student's tokens and ids.")
@@ -158,7 +158,7 @@ def _max_tokens(hf: PreTrainedModel) -> int:
     longest = max(distinct_sizes(config, "max_position_embeddings"), default=sys.maxsize)
     rope = getattr(config, "rope_parameters", None) or {}
     # Some models have one entry for each kind of layer.
-    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if each.get("rope_type") == "longrope":
-            longest = min(longest, int(each["original_max_position_embeddings"]))
+    for settings in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if settings.get("rope_type") == "longrope":
+            longest = min(longest, int(settings["original_max_position_embeddings"]))
     return longest

@@ -37,13 +37,13 @@ class Mistakes:
 
     def add(self, error: ConfigError, raised: Exception | None = None) -> None:
         """Add the mistakes that an error names. `raised` stands for it in `raise_all`."""
-        new = [each for each in error.parts() if not {each.key, *_named_keys(str(each))} & self.keys]
+        new = [mistake for mistake in error.parts() if not {mistake.key, *_named_keys(str(mistake))} & self.keys]
         self.found += new
         self._raised += [raised or error] * bool(new)
-        for each in new:
-            self.keys |= {each.key, _declared_key(each.key)} - {""}
-            if not _declared_key(each.key):  # The key does not exist, and the fix names the right one.
-                self.keys |= _named_keys(each.fix)
+        for mistake in new:
+            self.keys |= {mistake.key, _declared_key(mistake.key)} - {""}
+            if not _declared_key(mistake.key):  # The key does not exist, and the fix names the right one.
+                self.keys |= _named_keys(mistake.fix)
 
     @contextmanager
     def step(self, key: str, value: object = "") -> Iterator[None]:
@@ -99,7 +99,7 @@ def usable(config: Config, mistakes: Mistakes) -> Config:
             return config
         except ConfigError as error:
             mistakes.add(error)
-            names = {_declared_key(each.key) for each in error.parts()} - {""}
+            names = {_declared_key(mistake.key) for mistake in error.parts()} - {""}
             names = _named_keys(str(error)) if names <= replaced else names
             replaced |= names
             config = config.with_values({name: all_keys()[name].default for name in names})

@@ -46,18 +46,18 @@ def preview(config: Config, n: int) -> Iterator[str]:
             yield f"---- the teacher's prompt: {_described(read.teacher, limit)}"
             yield from _shown(read.teacher.text, read.teacher.ids, images=bool(read.images))
         if ends is not None:
-            response, own = reader.response(read, row, where)
+            response, is_own = reader.response(read, row, where)
             assert response is not None  # there are `ends`
-            learned = "" if own is None else f", {own.sum()} of them learned"
+            learned = "" if is_own is None else f", {is_own.sum()} of them learned"
             yield f"---- the dataset's response: {len(response)} tokens{learned}"
             yield from _shown(tokenizer.decode(response), response.tolist())
 
 
 def _described(prompt: Rendered, limit: int) -> str:
     n = len(prompt.ids)
-    parts = [f"{n} tokens", f"more than the limit of {limit}" if n > limit else ""]
-    parts += [f"read as {prompt.converted}" if prompt.converted else ""]
-    return ", ".join(filter(None, parts))
+    phrases = [f"{n} tokens", f"more than the limit of {limit}" if n > limit else ""]
+    phrases += [f"read as {prompt.converted}" if prompt.converted else ""]
+    return ", ".join(filter(None, phrases))
 
 
 def _shown(text: str, ids: list[int], *, images: bool = False) -> Iterator[Any]:

@@ -34,8 +34,8 @@ def read_prompts(
     with mistakes.step("model.path", config.model.path):
         other_tokenizer = teacher_tokenizer(config)
         if tokenizer is not None:
-            check_observations(config, tokenizer, eos_ids, found := environment_tools(config, tokenizer))
-            tools = found
+            check_observations(config, tokenizer, eos_ids, offered := environment_tools(config, tokenizer))
+            tools = offered
     if tools is not None:
         with mistakes.step("data.train_files", config.data.train_files):
             train = training_prompts(config, tokenizer, eos_ids, tools, other_tokenizer)

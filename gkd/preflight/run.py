@@ -298,8 +298,8 @@ class _Checks:
             Path(self.config.trainer.run_dir).absolute(),
         )
         config = replace(config, trainer=self.config.trainer).with_values(self.on_hub)
-        found = self.device, self.eos_ids, train, val, self.teachers, n_vocab, self.total_steps, config, data_files
-        return lambda: Plan(*found, folder=open_run_folder(kept, self.identity, data_files), pair=self.pair)
+        results = self.device, self.eos_ids, train, val, self.teachers, n_vocab, self.total_steps, config, data_files
+        return lambda: Plan(*results, folder=open_run_folder(kept, self.identity, data_files), pair=self.pair)
 
 
 def _without_torch(
@@ -390,16 +390,16 @@ def read_tokenizer(config: Config, n_vocab: int) -> tuple[Any, list[int]]:
     """
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, n_vocab)
-    own = eos_token_ids(config.model.path, tokenizer)
+    end_ids = eos_token_ids(config.model.path, tokenizer)
     more = config.rollout.stop_token_ids
     for key, value, ids, fix in (
-        ("model.path", config.model.path, own, "correct eos_token_id in generation_config.json or config.json."),
+        ("model.path", config.model.path, end_ids, "correct eos_token_id in generation_config.json or config.json."),
         ("rollout.stop_token_ids", more, more, "name token ids of the student."),
     ):
         if outside := [i for i in ids if not 0 <= i < n_vocab]:  # vLLM would refuse them, after the start
             problem = f"end tokens {outside} are outside of the student's {n_vocab} token ids."
             raise ConfigError(key, value, problem, fix)
-    return tokenizer, sorted({*own, *more})
+    return tokenizer, sorted({*end_ids, *more})
 
 
 def common_vocab(config: Config, teachers: Sequence[TeacherInfo], tokenizer: Any, n_student_vocab: int) -> int:
@@ -456,11 +456,11 @@ def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -
 
     Of an HTTP teacher also the logprobs of its probe.
     """
-    each = [
+    identities = [
         {"name": teacher.model_name, "fingerprint": teacher.fingerprint, "dtype": teacher.dtype}
         | ({"probe": list(teacher.probe.logprobs)} if teacher.probe else {})
         for teacher in teachers
     ]
     if not routes[0].name:
-        return dict(each[0])
-    return {**each[0], "routes": {route.name: one for route, one in zip(routes, each, strict=True)}}
+        return dict(identities[0])
+    return {**identities[0], "routes": {route.name: one for route, one in zip(routes, identities, strict=True)}}

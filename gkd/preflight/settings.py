@@ -20,8 +20,8 @@ LARGE_SCORES_GIB = 4.0
 
 def check_shares(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError if data.domain_shares has a route that no row names."""
-    found = {prompt.route for prompt in prompts}
-    missing = [route.name for i, route in enumerate(config.derived.routes) if i not in found]
+    routes = {prompt.route for prompt in prompts}
+    missing = [route.name for i, route in enumerate(config.derived.routes) if i not in routes]
     if config.data.domain_shares and missing:
         problem = f"no row of data.train_files names the route {missing[0]}."
         raise config.error("data.domain_shares", problem, "add rows, or remove the route.")

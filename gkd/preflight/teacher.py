@@ -57,10 +57,10 @@ def check_reachable(route: Route, timeout_s: float = CONNECT_S) -> None:
     """
     if route.teacher.backend == HTTP:
         for url in route.teacher.url:
-            parts = urlsplit(url)
-            assert parts.hostname is not None, "the settings are checked"
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            _check_port(route, "url", parts.hostname, port, socket.AF_UNSPEC, timeout_s)
+            address = urlsplit(url)
+            assert address.hostname is not None, "the settings are checked"
+            port = address.port or (443 if address.scheme == "https" else 80)
+            _check_port(route, "url", address.hostname, port, socket.AF_UNSPEC, timeout_s)
     else:
         _check_port(route, "server_ip", route.teacher.server_ip, route.teacher.server_port, socket.AF_INET, timeout_s)
 
@@ -206,10 +206,10 @@ def _shared_vocab(
     if not teacher.tokenizer_fingerprint:
         problem = f"the teacher's folder {teacher.model_path} has no tokenizer to compare with the student's."
         raise route.error("server_port", problem, "put the teacher's tokenizer files there and restart the server.")
-    own = tokenizer.get_vocab()
-    same = teacher.tokenizer_fingerprint == tokenizer_fingerprint(own)
-    other = own if same else _teacher_vocab(teacher)
-    n_vocab, difference = shared_ids(own, other, student_vocab, teacher.vocab_size)
+    vocab = tokenizer.get_vocab()
+    same = teacher.tokenizer_fingerprint == tokenizer_fingerprint(vocab)
+    other = vocab if same else _teacher_vocab(teacher)
+    n_vocab, difference = shared_ids(vocab, other, student_vocab, teacher.vocab_size)
     if not other or difference or n_vocab < 2:
         problem = difference if other else "its folder is not on this host, so the tokens cannot be compared"
         problem = f"its tokenizer differs from the tokenizer of the {kind} {teacher.model_path}: {problem}."
@@ -218,7 +218,7 @@ def _shared_vocab(
             "teacher's tokenizer in teacher.tokenizer: docs/other_tokenizer.md."
         )
         raise config.error("model.path", problem, fix)
-    if masked := {token: i for token, i in own.items() if i >= n_vocab}:
+    if masked := {token: i for token, i in vocab.items() if i >= n_vocab}:
         log.warning("the student never generates the tokens that the %s does not have: %s", kind, _shown(masked))
     return n_vocab
 
@@ -253,24 +253,24 @@ def _teacher_vocab(teacher: TeacherInfo) -> dict[str, int]:
     return vocab if tokenizer_fingerprint(vocab) == teacher.tokenizer_fingerprint else {}
 
 
-def shared_ids(own: Mapping[str, int], other: Mapping[str, int], n_rows: int, n_other_rows: int) -> tuple[int, str]:
+def shared_ids(vocab: Mapping[str, int], other: Mapping[str, int], n_rows: int, n_other_rows: int) -> tuple[int, str]:
     """Return how many ids, from 0 on, mean the same token in both models, and a clause on what prevents that.
 
     The clause is empty if one model has all tokens of the other with the same ids, and its additional tokens have the
     highest ids. These and padding rows are masked: they are not generated, and dropped before the softmax.
 
     Args:
-        own: token -> id of the student.
+        vocab: token -> id of the student.
         other: token -> id of a teacher or reference.
         n_rows: of the student's embedding.
         n_other_rows: of the other model's.
     """
     kept = {token: i for token, i in other.items() if i < n_rows}
-    moved = {token: f"{i} and {other[token]}" for token, i in own.items() if other.get(token, i) != i}
-    only_own = {token: i for token, i in own.items() if token not in other}
-    only_other = {token: i for token, i in kept.items() if token not in own}
+    moved = {token: f"{i} and {other[token]}" for token, i in vocab.items() if other.get(token, i) != i}
+    only_own = {token: i for token, i in vocab.items() if token not in other}
+    only_other = {token: i for token, i in kept.items() if token not in vocab}
     n_ids = min([n_rows, n_other_rows, *only_own.values(), *only_other.values()])
-    are_last = all(i < n_ids for token, i in own.items() if token in other)
+    are_last = all(i < n_ids for token, i in vocab.items() if token in other)
     if not moved and are_last and not (only_own and only_other):
         return n_ids, ""
     clauses = (("other ids for", moved), ("only the student has", only_own), ("only the other model has", only_other))

@@ -130,22 +130,22 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
         TeacherError: the teacher cannot score the texts.
     """
     texts = [_text(pair, prompt)[:_TEXT_TOKENS] for prompt in prompts[:_N_TEXTS]]
-    others = [pair.teacher_ids(text) for text in texts]
-    found = [pair.align(text, other) for text, other in zip(texts, others, strict=True)]
-    n_begins = sum(int((at.depth == 0).sum()) for at in found)
+    teacher_texts = [pair.teacher_ids(text) for text in texts]
+    alignments = [pair.align(text, other) for text, other in zip(texts, teacher_texts, strict=True)]
+    n_begins = sum(int((aligned.depth == 0).sum()) for aligned in alignments)
     n_tokens = sum(map(len, texts))
     if n_begins < LEAST_PAIRED * n_tokens or not n_begins:
         problem = f"only {n_begins} of {n_tokens} tokens of the run's texts have the same bytes in its tokens."
         fix = "use a tokenizer that does not change texts."
         raise config.error("teacher.tokenizer", problem, fix)
-    common = sum(int(at.is_common.sum()) for at in found) / n_begins
+    common = sum(int(aligned.is_common.sum()) for aligned in alignments) / n_begins
     shares = ""
     if not config.derived.teacher_pool:
-        safe, mass = _of_teacher(route, pair, others)
+        safe, mass = _of_teacher(route, pair, teacher_texts)
         shares = (
             f"{safe:.1%} of the teacher's boundaries are safe; {mass:.1%} of its probability is on common strings; "
         )
-        if pair.units is not None and len(longest := max(others, key=len)) > 1:
+        if pair.units is not None and len(longest := max(teacher_texts, key=len)) > 1:
             _check_units(config, route, pair, longest)
     canonical = np.concatenate([pair.canonical(text) for text in texts]).mean()
     log.info(
@@ -181,8 +181,8 @@ def _text(pair: TokenizerPair, prompt: Prompt) -> np.ndarray:
     if prompt.response_ids is not None:
         return prompt.response_ids
     special = [(pair.student[token] or MARK).startswith(MARK) for token in prompt.token_ids.tolist()]
-    parts = np.split(prompt.token_ids, np.flatnonzero(np.diff(special)) + 1)
-    plain = [part for part in parts if not (pair.student[int(part[0])] or MARK).startswith(MARK)]
+    runs = np.split(prompt.token_ids, np.flatnonzero(np.diff(special)) + 1)
+    plain = [part for part in runs if not (pair.student[int(part[0])] or MARK).startswith(MARK)]
     return max(plain, key=len, default=prompt.token_ids[:0])
 
 
@@ -213,8 +213,8 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
                     nodes.teacher[i] == nodes.teacher[token] and (pair.teacher[i] or b"").startswith(string)
                     for i in ids
                 ]
-                own = row[ids.index(token)] if token in ids else 0.0
-                n_safe.append(bool(own >= SAFE_SHARE * row[alike].sum()))
+                p_token = row[ids.index(token)] if token in ids else 0.0
+                n_safe.append(bool(p_token >= SAFE_SHARE * row[alike].sum()))
     finally:
         teacher.close()
     return float(np.mean(n_safe or [True])), float(np.concatenate(masses).mean()) if masses else 1.0

@@ -292,8 +292,8 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         with naming(self.root, "read"):
-            found = [path for path in self.root.glob("step_*") if step_of(path) is not None and path.is_dir()]
-        return sorted(found, key=lambda path: step_of(path) or 0)
+            folders = [path for path in self.root.glob("step_*") if step_of(path) is not None and path.is_dir()]
+        return sorted(folders, key=lambda path: step_of(path) or 0)
 
     def _folder(self, step: int) -> Path:
         return self.root / step_folder(step)
@@ -321,10 +321,10 @@ class Best:
     def of_bytes(cls, data: bytes) -> Best:
         """Return the content of the file. Raises CheckpointError: it is damaged."""
         try:
-            found = cls(**json.loads(data))
+            recorded = cls(**json.loads(data))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"checkpoints/best is damaged ({error}). Fix: delete it") from error
-        return found
+        return recorded
 
 
 class BestStep:

@@ -140,8 +140,8 @@ def may_start_again(error: GkdError, config: Config) -> bool:
     """
     if not isinstance(error, RankFailed | RankTimeout) or interrupts.requested():
         return False
-    own = CheckpointStore(Path(config.trainer.run_dir) / CHECKPOINTS)
-    if config.trainer.resume not in ("never", "auto") and not own.committed():
+    store = CheckpointStore(Path(config.trainer.run_dir) / CHECKPOINTS)
+    if config.trainer.resume not in ("never", "auto") and not store.committed():
         return False
     return n_restarts() < config.trainer.max_restarts
 

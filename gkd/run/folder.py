@@ -230,8 +230,8 @@ class RunFolder:
 
     def _write_of_step(self, folder: str, step: int, rows: Sequence[dict[str, Any]], images: Images) -> None:
         for row in rows[:SHOWN_RESPONSES]:
-            if found := images.get(row["prompt_id"]):
-                row["images"] = [self._image_file(each) if i < _SHOWN_IMAGES else None for i, each in enumerate(found)]
+            if shown := images.get(row["prompt_id"]):
+                row["images"] = [self._image_file(item) if i < _SHOWN_IMAGES else None for i, item in enumerate(shown)]
         file = self.root / folder / f"step_{step:08d}.jsonl"
         with naming(file):
             make_folder(file.parent)

@@ -288,26 +288,26 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, a
     try:
         recorded = json.loads(file.read_text())
         by_route = {
-            name: (each["fingerprint"], each["name"], [float(value) for value in each.get("probe", ())])
-            for name, each in _by_route(recorded).items()
+            name: (entry["fingerprint"], entry["name"], [float(value) for value in entry.get("probe", ())])
+            for name, entry in _by_route(recorded).items()
         }
     except (ValueError, KeyError, TypeError) as error:
         problem = f"its teacher.json is damaged ({error!r})."
         raise now.error("trainer.run_dir", problem, "name another folder.") from error
     derived = now.derived
-    own = _by_route(teacher)
-    if by_route.keys() != own.keys():
+    by_name = _by_route(teacher)
+    if by_route.keys() != by_name.keys():
         problem = f"this run was scored by the routes {sorted(by_route)}."
-        raise ConfigError("teacher.routes", sorted(own), problem, "use the same, or another trainer.run_dir.")
+        raise ConfigError("teacher.routes", sorted(by_name), problem, "use the same, or another trainer.run_dir.")
     for route in derived.routes:
-        (fingerprint, name, probe), new = by_route[route.name], own[route.name]
+        (fingerprint, name, probe), new = by_route[route.name], by_name[route.name]
         problem = (
             f"the teacher there is {new['name']} ({new['fingerprint'][:12]}); this run was scored by "
             f"{name} ({fingerprint[:12]})."
         )
         if fingerprint == new["fingerprint"]:
             moved = largest_difference(probe, new.get("probe", ()))
-            dtype, new_dtype = (each.get("dtype") for each in (_by_route(recorded)[route.name], new))
+            dtype, new_dtype = (entry.get("dtype") for entry in (_by_route(recorded)[route.name], new))
             if moved <= SAME_PROBE and (any_dtype or dtype == new_dtype):
                 continue
             problem = f"{name} has other weights or numerics: logprobs of its probe moved by up to {moved:.3g} nats."
@@ -325,11 +325,11 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, a
         raise ConfigError(key, value, problem, f"{fix}, or start a new run in another trainer.run_dir.")
 
 
-def largest_difference(some: Sequence[float], others: Sequence[float]) -> float:
+def largest_difference(some: Sequence[float], other_values: Sequence[float]) -> float:
     """Return the largest difference of two probes of HTTP teachers, in nats; infinite if they do not correspond."""
-    if len(some) != len(others):
+    if len(some) != len(other_values):
         return math.inf
-    return max((abs(one - other) for one, other in zip(some, others, strict=True)), default=0.0)
+    return max((abs(one - other) for one, other in zip(some, other_values, strict=True)), default=0.0)
 
 
 def _by_route(identity: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -346,8 +346,8 @@ def check_same_reference(file: Path, identity: Mapping[str, Any], now: Config) -
     before = json.loads(file.read_text()).get("reference")
     fingerprint = identity.get("reference")
     if before != fingerprint:
-        own, other = ((each or "none")[:12] for each in (fingerprint, before))
-        problem = f"its weights ({own}) are not those of the reference of this run ({other})."
+        new_mark, other = ((digest or "none")[:12] for digest in (fingerprint, before))
+        problem = f"its weights ({new_mark}) are not those of the reference of this run ({other})."
         fix = "restore the old weights to resume, or start a new run in another trainer.run_dir."
         raise now.error("reference.path" if now.reference.path else "model.path", problem, fix)
 
@@ -363,7 +363,7 @@ def check_same_files(environment: Path, files: Sequence[Mapping[str, Any]], now:
         return
     try:
         recorded = json.loads(environment.read_text().splitlines()[-1])["data"]
-        before = {(each["key"], each["file"]): _mark(each) for each in recorded}
+        before = {(file["key"], file["file"]): _mark(file) for file in recorded}
     except FileNotFoundError:
         log.warning("%s is missing, so it is not known whether the prompt files have changed", environment)
         return
@@ -371,13 +371,13 @@ def check_same_files(environment: Path, files: Sequence[Mapping[str, Any]], now:
         problem = f"the last line of {environment} is damaged ({error!r})."
         raise now.error("trainer.run_dir", problem, "restore it, or delete it.") from error
     errors = []
-    for each in files:
-        name = (each["key"], each["file"])
-        mark = _mark(each)
+    for file in files:
+        name = (file["key"], file["file"])
+        mark = _mark(file)
         if before.get(name, mark) == mark:
             continue
         problem = f"the file has changed since the last start of this run: it had {before[name]}, and has {mark}."
-        if each["key"] == _TRAINING:
+        if file["key"] == _TRAINING:
             errors.append(ConfigError(*name, problem, f"restore the file, or {_NEW_RUN}"))
         else:
             log.warning("%s = %r: %s", *name, problem)

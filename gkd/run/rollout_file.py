@@ -137,26 +137,26 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
     }
     n_rows = lengths
     if "own" in tables:  # the run has an environment, or conversations of the dataset
-        parts = _split(tables["own"], lengths)
-        n_rows = [int(part.sum()) for part in parts]
-        columns["own"] = [part if has else None for part, has in zip(parts, tables["has_own"].tolist(), strict=True)]
+        pieces = _split(tables["own"], lengths)
+        n_rows = [int(part.sum()) for part in pieces]
+        columns["own"] = [part if has else None for part, has in zip(pieces, tables["has_own"].tolist(), strict=True)]
     columns["rollout_logprobs"] = _split(tables["rollout_logprobs"], n_rows)
     if "teacher_ids" in tables:  # at least one sequence has a prompt for the teacher
-        parts = _split(tables["teacher_ids"], tables["teacher_lengths"].tolist())
-        columns["teacher_ids"] = [part if len(part) else None for part in parts]
+        pieces = _split(tables["teacher_ids"], tables["teacher_lengths"].tolist())
+        columns["teacher_ids"] = [part if len(part) else None for part in pieces]
     if "top_ids" in tables:  # the run has distill.support
         widths = tables["n_top_ids"].tolist()
-        parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, n_rows, strict=True)])
-        columns["top_ids"] = [part.reshape(-1, n) if n else None for n, part in zip(widths, parts, strict=True)]
+        pieces = _split(tables["top_ids"], [n * length for n, length in zip(widths, n_rows, strict=True)])
+        columns["top_ids"] = [part.reshape(-1, n) if n else None for n, part in zip(widths, pieces, strict=True)]
     if "rewards" in tables:
         columns["reward"] = [None if math.isnan(reward) else reward for reward in tables["rewards"].tolist()]
     if "messages" in tables:
-        parts = _split(tables["messages"], tables["message_lengths"].tolist())
-        columns["messages"] = [part.tobytes() or None for part in parts]
+        pieces = _split(tables["messages"], tables["message_lengths"].tolist())
+        columns["messages"] = [part.tobytes() or None for part in pieces]
     if "images" in tables:
         images = [EncodedImage(part.tobytes()) for part in _split(tables["images"], tables["image_lengths"].tolist())]
-        parts = _split(tables["image_indices"], tables["image_counts"].tolist())
-        columns["images"] = [tuple(images[i] for i in part) for part in parts]
+        pieces = _split(tables["image_indices"], tables["image_counts"].tolist())
+        columns["images"] = [tuple(images[i] for i in part) for part in pieces]
     return [Rollout(**{name: column[i] for name, column in columns.items()}) for i in range(len(rows))]
 
 
@@ -164,19 +164,19 @@ def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) 
     """Return all score tables, concatenated along the own tokens."""
     joined: dict[str, list[np.ndarray]] = {}
     for rollout, score in zip(rollouts, scores, strict=True):
-        found = {f"score_{key}": getattr(score, key) for key in _SCORES}
+        by_key = {f"score_{key}": getattr(score, key) for key in _SCORES}
         n_rows = rollout.n_own if score.response_ids is None else len(score.response_ids)
         if score.topk is not None:
-            found |= {f"score_{key}": getattr(score.topk, field) for key, field in _TOPK.items()}
-        for key, table in found.items():
+            by_key |= {f"score_{key}": getattr(score.topk, field) for key, field in _TOPK.items()}
+        for key, table in by_key.items():
             if table is not None:
                 if len(table) != n_rows:
                     raise CheckpointError(f"scores of {len(table)} tokens for a response of {n_rows} tokens")
                 joined.setdefault(key, []).append(table)
-    if not joined or any(len(parts) != len(rollouts) for parts in joined.values()):
+    if not joined or any(len(arrays) != len(rollouts) for arrays in joined.values()):
         names = ", ".join(sorted(joined)) or "none"
         raise CheckpointError(f"cannot record scores with different tables in one file: {names}")
-    tables = {key: np.concatenate(parts) for key, parts in joined.items()}
+    tables = {key: np.concatenate(arrays) for key, arrays in joined.items()}
     if "score_response_ids" in joined:  # a teacher with another tokenizer
         tables["score_lengths"] = np.array([len(ids) for ids in joined["score_response_ids"]])
     return tables
@@ -184,14 +184,14 @@ def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) 
 
 def _scores(tables: dict[str, np.ndarray], lengths: Sequence[int]) -> list[TeacherScores] | None:
     lengths = tables["score_lengths"].tolist() if "score_lengths" in tables else lengths
-    parts = {key: _split(tables[f"score_{key}"], lengths) for key in (*_TOPK, *_SCORES) if f"score_{key}" in tables}
-    if not parts:
+    pieces = {key: _split(tables[f"score_{key}"], lengths) for key in (*_TOPK, *_SCORES) if f"score_{key}" in tables}
+    if not pieces:
         return None
     scores = []
     for i in range(len(lengths)):
-        own = {key: part[i] for key, part in parts.items()}
-        topk = {field: own.pop(key) for key, field in _TOPK.items() if key in own}
-        scores.append(TeacherScores(topk=TopKTable(**topk) if topk else None, **own))
+        row_tables = {key: part[i] for key, part in pieces.items()}
+        topk = {field: row_tables.pop(key) for key, field in _TOPK.items() if key in row_tables}
+        scores.append(TeacherScores(topk=TopKTable(**topk) if topk else None, **row_tables))
     return scores
 
 

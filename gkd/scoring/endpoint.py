@@ -129,23 +129,23 @@ class ScoringEndpoint(GroupEndpoint):
         if store is not None:
             store.refresh()
             keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab, self._numerics)
-            stored = {i: known for i, key in keys.items() if (known := store.get(key, rollouts[i])) is not None}
+            stored = {i: entry for i, key in keys.items() if (entry := store.get(key, rollouts[i])) is not None}
         asked = [i for i in range(len(rollouts)) if i not in stored]
         texts = rollouts if self._pair is None else self._pair.for_teacher(rollouts)
         asked = [i for i in asked if len(texts[i].response_ids)]
         try:
-            found = self._request_all(teachers, texts, asked, completed_s)
+            new_scores = self._request_all(teachers, texts, asked, completed_s)
         except TeacherUnavailable as error:
             self._outage = error
             raise
         if store is not None:
-            for i in keys.keys() & found.keys():
-                store.put(keys[i], rollouts[i], found[i])
+            for i in keys.keys() & new_scores.keys():
+                store.put(keys[i], rollouts[i], new_scores[i])
         if self._pair is not None:
             teacher = self._config.teacher
             hidden_size = self._head_columns[1] if "hidden" in self._signals else 0
-            found = self._pair.completed(found, texts, hidden_size, teacher.topk, teacher.mass > 0)
-        both = found | stored
+            new_scores = self._pair.completed(new_scores, texts, hidden_size, teacher.topk, teacher.mass > 0)
+        both = new_scores | stored
         scores = [self._in_columns(both[i], rollout.route) for i, rollout in enumerate(rollouts)]
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
 
@@ -195,8 +195,8 @@ class ScoringEndpoint(GroupEndpoint):
             return scores
         starts, n_columns = self._head_columns
         wide = np.zeros((len(scores.hidden), n_columns), np.float32)
-        own = wide[:, starts[route] : starts[route] + scores.hidden.shape[1]]
-        np.multiply(scores.hidden, np.float32(scale), out=own)
+        columns = wide[:, starts[route] : starts[route] + scores.hidden.shape[1]]
+        np.multiply(scores.hidden, np.float32(scale), out=columns)
         return replace(scores, hidden=wide)
 
     def _request_all(
@@ -211,8 +211,8 @@ class ScoringEndpoint(GroupEndpoint):
         one = self._signals[0] in ("hidden", "logits")  # matrices of one sequence
         n_per_request = [1 if one else window.n_per_request for window in self._windows]
         k = max(route.teacher.topk for route in self._routes) if "topk" in self._signals else 1
-        parts = grouped([rollouts[i] for i in asked], n_per_request, k)
-        groups = [[asked[i] for i in part] for part in parts]
+        requests = grouped([rollouts[i] for i in asked], n_per_request, k)
+        groups = [[asked[i] for i in part] for part in requests]
         futures: list[Future[list[TeacherScores]]] = []
         began_s = completed_s.copy()
         try:
@@ -228,9 +228,9 @@ class ScoringEndpoint(GroupEndpoint):
                     if completed_s[group[0]] == began_s[group[0]]:  # its callbacks have not run yet
                         _record_time(completed_s, group, future)
             return {
-                index: found
+                index: score
                 for group, future in zip(groups, futures, strict=True)
-                for index, found in zip(group, future.result(), strict=True)
+                for index, score in zip(group, future.result(), strict=True)
             }
         finally:
             for future in futures:
@@ -243,8 +243,8 @@ class ScoringEndpoint(GroupEndpoint):
             yield
         except TeacherError as error:
             route = self._routes[rollout.route]
-            found = self._changed(rollout.route, error) if isinstance(error, TeacherChanged) else error
-            raise type(found)(f"{route.label}: {found}") if route.name else found from error
+            original = self._changed(rollout.route, error) if isinstance(error, TeacherChanged) else error
+            raise type(original)(f"{route.label}: {original}") if route.name else original from error
 
     def _changed(self, route: int, error: TeacherChanged) -> TeacherChanged:
         """Return an error with the names of both models: `info` of the server fails with that of the new one."""
@@ -287,9 +287,9 @@ class Computations:
         worker = f"{route} {reply.worker}".lstrip()
         key = worker, reply.compute_s
         with self._lock:
-            known = self._batches.get(key)
-            if known is not None:
-                self._batches[key] = replace(known, n_sequences=known.n_sequences + n_sequences)
+            batch = self._batches.get(key)
+            if batch is not None:
+                self._batches[key] = replace(batch, n_sequences=batch.n_sequences + n_sequences)
                 return
             self._batches[key] = Computation(worker, time.time(), reply.queue_s, reply.compute_s, n_sequences)
             if len(self._batches) > _MOST:

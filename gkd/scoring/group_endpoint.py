@@ -62,11 +62,11 @@ class ScoreSummary:
         masses = self.masses
         n_bytes = self.n_bytes
         times = self.times
-        at = pending.rollouts.sequence_indices
-        if at is not None:
-            masses = masses[at]
-            n_bytes = n_bytes[at]
-            times = None if times is None else ScoreTimes(times.submitted_s, times.completed_s[at])
+        indices = pending.rollouts.sequence_indices
+        if indices is not None:
+            masses = masses[indices]
+            n_bytes = n_bytes[indices]
+            times = None if times is None else ScoreTimes(times.submitted_s, times.completed_s[indices])
         mass = float(masses.astype(np.float64) @ pending.rollouts.n_response)
         return ScoredChunk(pending.rollouts, pending.ref, None if math.isnan(mass) else mass, int(n_bytes.sum()), times)
 
@@ -104,7 +104,7 @@ class GroupEndpoint:
         return True
 
     def gather_scores(
-        self, sequence_indices: Sequence[bytes | None], *parts: list[TeacherScores]
+        self, sequence_indices: Sequence[bytes | None], *score_lists: list[TeacherScores]
     ) -> tuple[list[TeacherScores], bytes]:
         """Put a chunk's scores, computed in parts by several ranks, into the object store of this host.
 
@@ -114,24 +114,24 @@ class GroupEndpoint:
         Returns:
             As `ScoringEndpoint.score`.
         """
-        scores = [score for score in gather_results(sequence_indices, parts) if score is not None]
+        scores = [score for score in gather_results(sequence_indices, score_lists) if score is not None]
         return scores, summary_of(scores).encode()
 
-    def gather_results(self, sequence_indices: Sequence[bytes | None], *parts: list[T]) -> list[T | None]:
+    def gather_results(self, sequence_indices: Sequence[bytes | None], *results: list[T]) -> list[T | None]:
         """Put other results of several ranks into the object store of this host, at the places of their sequences."""
-        return gather_results(sequence_indices, parts)
+        return gather_results(sequence_indices, results)
 
     def zeros(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Return placeholders for unused logprobs: [M] float32 per sequence."""
         return [np.zeros(rollout.n_own, np.float32) for rollout in rollouts]
 
-    def record(self, file: str, selections: Sequence[bytes | None], *parts: Any) -> dict[str, FileDigest]:
+    def record(self, file: str, selections: Sequence[bytes | None], *chunks_and_scores: Any) -> dict[str, FileDigest]:
         """Write chunks of rollouts, and optionally their scores, to one file and flush it to disk.
 
         Args:
             file: path on a file system that all hosts share.
             selections: `sequence_indices` to write of each chunk, see `gkd.data.scatter`.
-            parts: the rollouts of each chunk, and then, optionally, their scores.
+            chunks_and_scores: the rollouts of each chunk, and then, optionally, their scores.
 
         Returns:
             File name -> digest.
@@ -140,7 +140,7 @@ class GroupEndpoint:
             CheckpointError: the file cannot be written.
         """
         n_chunks = len(selections)
-        rollouts, scores = select(selections, parts[:n_chunks], parts[n_chunks:] or None)
+        rollouts, scores = select(selections, chunks_and_scores[:n_chunks], chunks_and_scores[n_chunks:] or None)
         path = Path(file)
         with naming(path):
             with path.open("wb") as opened:

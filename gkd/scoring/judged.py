@@ -73,11 +73,11 @@ class JudgedScoring:
         scored = self._inner.collect(pending)
         names = {p.rewards: f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
         names.pop(None, None)
-        found = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
+        values = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
         batch = []
         for chunk, p in zip(scored, pending, strict=True):
             if p.rewards is not None:
-                chunk = replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
+                chunk = replace(chunk, rewards=self._values(values[names[p.rewards]], p.rollouts))
             batch.append(chunk)
         return self._with_numbers(batch)
 
@@ -105,9 +105,9 @@ class JudgedScoring:
         shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
         refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
         values = np.empty(len(samples))
-        found = gather(refs, "judging greedy responses", self._timeout_s)
+        replies = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
-            values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
+            values[group :: len(self._endpoints)] = np.frombuffer(replies[f"scoring endpoint {group}"], "<f8")
         values = self._known(values)
         if np.isnan(values).all():
             return values.tolist()
@@ -127,8 +127,8 @@ class JudgedScoring:
     def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
         """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64; NaN: undecided."""
         values = np.frombuffer(data, "<f8").reshape(-1, self._n_functions)
-        at = rollouts.sequence_indices
-        return self._known(values if at is None else values[at])
+        indices = rollouts.sequence_indices
+        return self._known(values if indices is None else values[indices])
 
     def _known(self, values: np.ndarray) -> np.ndarray:
         """Return values with NaN for those that are unknown, and log each reason when it first applies."""
@@ -169,7 +169,7 @@ def init_judging(
     functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
     n_workers = workers_per_endpoint(config, derived.dp_size)
     rows = [ray.put(RowTable.of(prompts)) for prompts in (train, validation)]
-    calls = [each.init_judging.options(concurrency_group=JUDGING) for each in endpoints]
+    calls = [endpoint.init_judging.options(concurrency_group=JUDGING) for endpoint in endpoints]
     # An endpoint cannot import the class of a tokenizer that the model's own code defines, so it loads that one itself.
     tokenizer = None if config.model.trust_remote_code else student_tokenizer(config)
     refs = [call.remote(functions, n_workers, search_path(), *rows, tokenizer) for call in calls]
@@ -205,17 +205,17 @@ def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
 
 
 def _rollout(index: int, sample: Sample) -> Rollout:
-    own = np.ones(len(sample.response_ids), bool)
-    own[sample.observed] = False
+    is_own = np.ones(len(sample.response_ids), bool)
+    is_own[sample.observed] = False
     return Rollout(
         prompt_id=sample.prompt_id,
         sample_index=index,
         prompt_ids=np.array(sample.prompt_ids, np.int32),
         response_ids=np.array(sample.response_ids, np.int32),
-        rollout_logprobs=np.zeros(own.sum(), np.float32),
+        rollout_logprobs=np.zeros(is_own.sum(), np.float32),
         version_spans=(),
         finish_reason="length" if sample.truncated else "environment_error" if sample.failed else "stop",
-        own=own if sample.observed else None,
+        own=is_own if sample.observed else None,
         reward=sample.reward,
         messages=msgspec.json.encode(sample.messages) if sample.messages else None,
     )
@@ -245,11 +245,11 @@ def advantages_of(rewards: np.ndarray, groups: np.ndarray, kind: str) -> np.ndar
         return advantages
     if kind == "none":
         return rewards
-    _, own = np.unique(groups if kind == "group" else np.zeros_like(groups), return_inverse=True)
-    n = np.bincount(own)
-    centered = rewards - (np.bincount(own, rewards) / n)[own]
-    std = np.sqrt(np.bincount(own, centered**2) / n)
-    normalized: np.ndarray = centered / (std[own] + _EPSILON)
+    _, group_of = np.unique(groups if kind == "group" else np.zeros_like(groups), return_inverse=True)
+    n = np.bincount(group_of)
+    centered = rewards - (np.bincount(group_of, rewards) / n)[group_of]
+    std = np.sqrt(np.bincount(group_of, centered**2) / n)
+    normalized: np.ndarray = centered / (std[group_of] + _EPSILON)
     return normalized
 
 

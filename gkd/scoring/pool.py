@@ -47,8 +47,8 @@ class RecordedScoring(ABC):
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
         # Several parts of a batch may be of the same chunk.
         names = {p.summary: f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
-        found = gather({name: ref for ref, name in names.items()}, "teacher scoring", self._timeout_s)
-        summaries = {name: ScoreSummary.decode(data) for name, data in found.items()}
+        encoded = gather({name: ref for ref, name in names.items()}, "teacher scoring", self._timeout_s)
+        summaries = {name: ScoreSummary.decode(data) for name, data in encoded.items()}
         return [summaries[names[p.summary]].scored(p) for p in pending]
 
     def record(
@@ -61,10 +61,10 @@ class RecordedScoring(ABC):
         refs = {}
         for dp_rank, group in sorted(groups.items()):
             file = folder.absolute() / f"{label}_group_{dp_rank}.npz"
-            parts = [chunk.rollouts.ref for chunk in group] + ([chunk.ref for chunk in group] if scored else [])
+            refs_of_group = [chunk.rollouts.ref for chunk in group] + ([chunk.ref for chunk in group] if scored else [])
             record = self._endpoints[dp_rank].record.options(concurrency_group=RECORDS)
             selections = [encode_part(chunk.rollouts) for chunk in group]
-            refs[f"scoring endpoint {dp_rank}"] = record.remote(str(file), selections, *parts)
+            refs[f"scoring endpoint {dp_rank}"] = record.remote(str(file), selections, *refs_of_group)
         return Recording(refs)
 
     def record_finished(
@@ -111,9 +111,9 @@ class ScoringPool(RecordedScoring):
 
     def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
         """See `ScoringRole.take_computations`. The endpoints are called every few seconds."""
-        found: dict[str, list[Computation]] = {}
+        batches: dict[str, list[Computation]] = {}
         if wait or (self._taking and all_done(self._taking.values())):
-            found = gather(self._taking, "take_computations", self._timeout_s)
+            batches = gather(self._taking, "take_computations", self._timeout_s)
             self._taking = {}
         if not self._taking and (wait or time.monotonic() - self._taken_s > TAKE_EVERY_S):
             self._taken_s = time.monotonic()
@@ -122,8 +122,8 @@ class ScoringPool(RecordedScoring):
         if wait:
             last = gather(self._taking, "take_computations", self._timeout_s)
             self._taking = {}
-            found = {name: [*found.get(name, ()), *last[name]] for name in last}
-        return found
+            batches = {name: [*batches.get(name, ()), *last[name]] for name in last}
+        return batches
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         scores, summary = self._endpoints[chunk.dp_rank].score.options(num_returns=2).remote(chunk.ref)

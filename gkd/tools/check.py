@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     with Terminal(LINES, ""), driver.doing("checks"):
         mistakes = problems(*read_config(args.config, args.overrides))
     if args.json:
-        rows = [{name: getattr(each, name) for name in ("key", "value", "problem", "fix")} for each in mistakes]
+        rows = [{name: getattr(mistake, name) for name in ("key", "value", "problem", "fix")} for mistake in mistakes]
         print(json.dumps(rows, indent=1, default=str))
     else:
         print("\n".join(map(str, mistakes)) or "nothing is wrong: `gkd train` with the same words starts this run")

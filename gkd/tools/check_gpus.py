@@ -117,18 +117,18 @@ def refresh(saved: GpuMap, host: str, machine: Sequence[GpuInfo]) -> tuple[list[
     if gone := [f"{row.label} (process {pid})" for pid, row in here.items() if started[pid] != row.started]:
         fix = "see the log of the run for the reason; resume it with trainer.resume=auto."
         raise ClusterError(f"these ranks on {host} have ended: {', '.join(gone)}. Fix: {fix}")
-    found = []
+    findings = []
     owners = [(gpu, pid, nearest_ancestor(pid, here)) for gpu in machine for pid in gpu.pids]
     for gpu, pid, row in [(gpu, pid, here[root]) for gpu, pid, root in owners if root is not None]:
         # The driver lists the processes of a slice (MIG) under the whole GPU.
-        if not any(own.uuid == gpu.uuid or own.id.startswith("MIG-") for own in row.used_gpus):
-            own = ", ".join(f"{own.id} ({own.uuid})" for own in row.used_gpus) or "none"
-            problem = f"{row.label} (process {pid}) computes on GPU {gpu.id} ({gpu.uuid}); its own: {own}."
+        if not any(used.uuid == gpu.uuid or used.id.startswith("MIG-") for used in row.used_gpus):
+            names = ", ".join(f"{used.id} ({used.uuid})" for used in row.used_gpus) or "none"
+            problem = f"{row.label} (process {pid}) computes on GPU {gpu.id} ({gpu.uuid}); its own: {names}."
             fix = "start the run again, without code that calls torch.cuda.set_device before the rank does."
-            found.append(Finding(kind="outside_gpus", ranks=(row.label,), problem=problem, fix=fix))
+            findings.append(Finding(kind="outside_gpus", ranks=(row.label,), problem=problem, fix=fix))
     now = {pid: visible_gpus(row.cuda_visible_devices, machine) if machine else row.gpus for pid, row in here.items()}
     ranks = [row for row in saved.rows if row.pool != TEACHER]
-    return [structs.replace(row, gpus=now[row.pid]) if row.host == host else row for row in ranks], found
+    return [structs.replace(row, gpus=now[row.pid]) if row.host == host else row for row in ranks], findings
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -75,10 +75,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def settings(model: Path, data: str | None, overrides: list[str], run_dir: Path, *, is_run: bool) -> Config:
     """Return the settings of the run, or the defaults, without what belongs to training. Raises ConfigError."""
-    own = [] if is_run else [f"model.path={model}"]
+    words = [] if is_run else [f"model.path={model}"]
     if data is not None:
-        own += [f"data.val_files={json.dumps([data])}", "eval.max_prompts=0"]
-    config = load_config(model / "config.yaml" if is_run else None, [*own, *overrides])
+        words += [f"data.val_files={json.dumps([data])}", "eval.max_prompts=0"]
+    config = load_config(model / "config.yaml" if is_run else None, [*words, *overrides])
     files = config.data.val_files
     if not files:
         raise ConfigError("--data", "", "there are no prompts to evaluate on.", "name a file as for data.val_files.")
@@ -92,11 +92,11 @@ def settings(model: Path, data: str | None, overrides: list[str], run_dir: Path,
     except TeacherUnavailable as error:
         print(f"no KL, because no teacher replies: {error}", file=sys.stderr)
         values["teacher.backend"] = NONE
-    made = config.with_values(values)
-    if made.teacher.backend == NONE and made.eval.metric == NO_METRIC:
+    chosen = config.with_values(values)
+    if chosen.teacher.backend == NONE and chosen.eval.metric == NO_METRIC:
         fix = "start the teacher for the KL, or choose a function, e.g. eval.metric=exact_match."
-        raise made.error("eval.metric", "without a teacher there is nothing to measure.", fix)
-    return made
+        raise chosen.error("eval.metric", "without a teacher there is nothing to measure.", fix)
+    return chosen
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

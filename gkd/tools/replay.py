@@ -179,10 +179,10 @@ def replayed(case: Case) -> list[TrainStats]:
             if case.start is not None:
                 actor.load(case.start / ACTOR)
             steps = []
-            for made in range(case.first, case.step):
-                while early := batches.early_part(made):
+            for step in range(case.first, case.step):
+                while early := batches.early_part(step):
                     actor.accumulate(_scored(early, reference, scoring))
-                steps.append(actor.train_step(_scored(batches.next_batch(made), reference, scoring)))
+                steps.append(actor.train_step(_scored(batches.next_batch(step), reference, scoring)))
         finally:
             cluster.close()
     return steps

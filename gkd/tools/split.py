@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config(run.root / "config.yaml")
     lines = steps_of(run, config)
     measured = measure(run, config, lines, elsewhere=args.teacher_elsewhere)
-    found = ranked(config, measured, args.gpus or sum(measured.split), args.gpus_per_node)
-    print("\n".join(_text(config, lines, measured, found, args.gpus_per_node)), flush=True)
+    estimates = ranked(config, measured, args.gpus or sum(measured.split), args.gpus_per_node)
+    print("\n".join(_text(config, lines, measured, estimates, args.gpus_per_node)), flush=True)
     return 0
 
 
@@ -129,12 +129,12 @@ def steps_of(run: Run, config: Config) -> Sequence[Mapping[str, float]]:
     lines = [{key: value for key, value in line.items() if value is not None} for line in run.lines]
     trained = [line for line in lines if "loss/total" in line and line["time/unix_s"] > begun_s]
     # Prefetching engines have nothing left to do in the last steps.
-    found = [line for line in trained[WARM_UP : len(trained) - ahead] if "time/eval_s" not in line]
-    if len(found) < MIN_STEPS:
-        problem = f"{len(found)} steps since its last start can be measured: not the first, last and evaluated ones."
+    measured = [line for line in trained[WARM_UP : len(trained) - ahead] if "time/eval_s" not in line]
+    if len(measured) < MIN_STEPS:
+        problem = f"{len(measured)} steps since its last start can be measured: not the first, last and evaluated ones."
         fix = f"let it make {WARM_UP + MIN_STEPS + ahead} steps without an evaluation."
         raise ConfigError("RUN", str(run.root), problem, fix)
-    return found
+    return measured
 
 
 def measure(run: Run, config: Config, lines: Sequence[Mapping[str, float]], *, elsewhere: bool) -> Measured:
@@ -150,7 +150,7 @@ def measure(run: Run, config: Config, lines: Sequence[Mapping[str, float]], *, e
     workers = [max(len(row.gpus), 1) for row in places.rows if row.pool == TEACHER] if places is not None else []
     per_worker = 0 if elsewhere or len(config.derived.routes) > 1 else max(workers, default=0)
     engine_gpus = config.rollout.nnodes * config.rollout.n_gpus_per_node
-    own = Split(engine_gpus, per_worker * len(workers), config.derived.world_size)
+    split = Split(engine_gpus, per_worker * len(workers), config.derived.world_size)
     busy = _busy_s(run.root, {int(line["step"]) for line in lines})
     n = len(lines)
     by_worker = [seconds for (process, _), seconds in busy.items() if process.startswith("teacher ")]
@@ -172,7 +172,7 @@ def measure(run: Run, config: Config, lines: Sequence[Mapping[str, float]], *, e
         slowest = max(bound, key=lambda pool: bound[pool])
         rollout_s = max(rollout_s, stages_s) if slowest == "rollout" else rollout_s
         teacher_s = max(teacher_s, stages_s) if slowest == "teacher" else teacher_s
-    return Measured(step_s, rollout_s, teacher_s, student_s, late_s, rest_s, own, per_worker, is_sync, bound)
+    return Measured(step_s, rollout_s, teacher_s, student_s, late_s, rest_s, split, per_worker, is_sync, bound)
 
 
 def _busy_s(folder: Path, steps: set[int]) -> dict[tuple[str, str], float]:
@@ -191,7 +191,7 @@ def ranked(config: Config, run: Measured, n_gpus: int, per_node: int) -> list[Es
     Raises:
         ConfigError: too few GPUs for all roles, or the settings, such as actor.tp, forbid each split.
     """
-    found: list[Estimate] = []
+    accepted: list[Estimate] = []
     refused: list[ConfigError] = []
     for one in sorted(map(run.on, splits(n_gpus, per_node, run.gpus_per_worker))):
         planned = settings_of(one.split, per_node) | {"cluster.gpus": []}
@@ -199,15 +199,15 @@ def ranked(config: Config, run: Measured, n_gpus: int, per_node: int) -> list[Es
             planned["cluster.ray_address"] = config.cluster.ray_address or _SOME_CLUSTER
         try:
             check_config(config.with_values(planned))
-            found.append(one)
+            accepted.append(one)
         except ConfigError as error:
             refused.append(error)
-        if len(found) == _SHOWN:
+        if len(accepted) == _SHOWN:
             break
-    if not found:
+    if not accepted:
         problem = "some role would have no GPU."
         raise refused[0] if refused else ConfigError("--gpus", n_gpus, problem, "use more, or --teacher-elsewhere.")
-    return found
+    return accepted
 
 
 def splits(n_gpus: int, per_node: int, gpus_per_worker: int) -> Iterator[Split]:
@@ -225,7 +225,7 @@ def splits(n_gpus: int, per_node: int, gpus_per_worker: int) -> Iterator[Split]:
 def _free(nodes: Sequence[int], larger: int, smaller: int, per_node: int) -> list[int] | None:
     """Return the GPUs of each node that two pools leave, each on the fullest node that has room; None: no room."""
     free = list(nodes)
-    for n_gpus in [min(per_node, pool - at) for pool in (larger, smaller) for at in range(0, pool, per_node)]:
+    for n_gpus in [min(per_node, pool - start) for pool in (larger, smaller) for start in range(0, pool, per_node)]:
         room = [size for size in free if size >= n_gpus]
         if not room:
             return None
@@ -235,15 +235,15 @@ def _free(nodes: Sequence[int], larger: int, smaller: int, per_node: int) -> lis
 
 def settings_of(split: Split, per_node: int) -> dict[str, object]:
     """Return the keys of a run with this split."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for section, n_gpus in (("trainer", split.student), ("rollout", split.rollout)):
-        found[f"{section}.nnodes"] = max(1, n_gpus // per_node)
-        found[f"{section}.n_gpus_per_node"] = min(n_gpus, per_node)
-    return found
+        settings[f"{section}.nnodes"] = max(1, n_gpus // per_node)
+        settings[f"{section}.n_gpus_per_node"] = min(n_gpus, per_node)
+    return settings
 
 
 def _text(
-    config: Config, lines: Sequence[Mapping[str, float]], run: Measured, found: Sequence[Estimate], per_node: int
+    config: Config, lines: Sequence[Mapping[str, float]], run: Measured, estimates: Sequence[Estimate], per_node: int
 ) -> Iterator[str]:
     """Yield the lines to print."""
     responses, prompts, dataset, observed = (
@@ -251,13 +251,13 @@ def _text(
         for name in ("response", "prompt", "dataset_response", "observed")
     )
     tokens = responses + prompts + observed
-    own = run.split
+    split = run.split
     yield f"{len(lines)} steps of {config.trainer.scheduler}, {run.step_s:.3g} s without evaluations and checkpoints"
     yield f"{'pool':10}{'GPUs':>5}{'s a step':>10}{'tokens/s per GPU':>18}{'waited for':>12}{'bottleneck':>12}"
     for pool, key, n_gpus, seconds, n_tokens in (
-        ("rollout", "rollout", own.rollout, run.rollout_s, responses - dataset),
-        ("teacher", "teacher", own.teacher, run.teacher_s, tokens),
-        ("student", "actor", own.student, run.student_s, tokens),
+        ("rollout", "rollout", split.rollout, run.rollout_s, responses - dataset),
+        ("teacher", "teacher", split.teacher, run.teacher_s, tokens),
+        ("student", "actor", split.student, run.student_s, tokens),
     ):
         rate = f"{n_tokens / seconds / n_gpus:.4g}" if seconds and n_gpus else "-"
         waited = fmean(line[f"perf/waited_{key}_share"] for line in lines)
@@ -265,15 +265,15 @@ def _text(
     yield f"{'the rest':15}{run.rest_s:>10.3g}"
     if not run.gpus_per_worker:
         yield "the teacher keeps its GPUs, which do not count"
-    running = config.trainer.global_batch_size * config.rollout.n * config.rollout.tp / own.rollout
+    running = config.trainer.global_batch_size * config.rollout.n * config.rollout.tp / split.rollout
     if running <= config.rollout.sequence_limit:
         yield f"an engine runs all its {running:.0f} sequences at once: more engines gain less than estimated"
     yield f"\n{'split':10}{'rollout':>8}{'teacher':>8}{'student':>8}{'s a step':>10}{'speed-up':>10}"
-    same = run.on(own)
-    for name, one in [*((f"{i}", one) for i, one in enumerate(found, start=1)), ("this run", same)]:
+    same = run.on(split)
+    for name, one in [*((f"{i}", one) for i, one in enumerate(estimates, start=1)), ("this run", same)]:
         gpus = f"{one.split.rollout:>8}{one.split.teacher or '-':>8}{one.split.student:>8}"
         yield f"{name:10}{gpus}{one.step_s:>10.3g}{same.step_s / one.step_s:>9.2f}x"
-    best = found[0].split
+    best = estimates[0].split
     yield "\nset " + " ".join(f"{key}={value}" for key, value in settings_of(best, per_node).items())
     if best.teacher:
         yield f"give `gkd teacher --gpus` {best.teacher} GPUs, for {best.teacher // run.gpus_per_worker} workers"

@@ -70,9 +70,9 @@ def select(lines: Sequence[SpanLine], steps: str | None) -> list[SpanLine]:
         last = int(matched[2] or matched[1])
     chosen = [line for line in lines if first <= line.step <= last]
     if not chosen:
-        known = sorted({line.step for line in lines})
-        have = f"the run has spans of steps {known[0]} to {known[-1]}" if known else "the run has none"
-        fix = "choose among these." if known else "let it make a step first."
+        in_run = sorted({line.step for line in lines})
+        have = f"the run has spans of steps {in_run[0]} to {in_run[-1]}" if in_run else "the run has none"
+        fix = "choose among these." if in_run else "let it make a step first."
         raise ConfigError("--steps", steps or "all", f"no spans; {have}.", fix)
     return chosen
 
@@ -107,10 +107,10 @@ def chrome_trace(lines: Sequence[SpanLine]) -> dict[str, Any]:
             start_s = spans[0].start_s
             end_s = max(span.start_s + span.duration_s for span in spans)
             slices.append(_slice(pid, _STEPS_ROW, Span(f"step {line.step}", start_s, end_s - start_s), begin_s, {}))
-    for pid, tid in sorted({(each["pid"], each["tid"]) for each in slices}):
+    for pid, tid in sorted({(event["pid"], event["tid"]) for event in slices}):
         name = "steps" if tid == _STEPS_ROW else processes[pid]
         events += [_about(pid, "thread_name", tid, name=name), _about(pid, "thread_sort_index", tid, sort_index=tid)]
-    slices.sort(key=lambda each: (each["ts"], -each["dur"]))
+    slices.sort(key=lambda event: (event["ts"], -event["dur"]))
     return {"displayTimeUnit": "ms", "otherData": {"start_unix_s": begin_s}, "traceEvents": events + slices}
 
 

@@ -30,12 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     if len(args.runs) > 2:
         raise ConfigError("RUN", len(args.runs), "more than two runs.", "name one run, or two.")
     runs = read_runs(args.runs)
-    found = [evaluations(run) for run in runs]
-    for number, (run, one) in enumerate(zip(runs, found, strict=True), start=1):
+    history = [evaluations(run) for run in runs]
+    for number, (run, one) in enumerate(zip(runs, history, strict=True), start=1):
         print(f"{'' if len(runs) == 1 else f'{number}, {run.name}: '}{sentence(one)}")
         for part in one[-1].missing:
             print(f"  {part}")
-    table = rows(found)
+    table = rows(history)
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     for row in table:
         texts = zip(table[0], row, widths, strict=True)

@@ -109,12 +109,12 @@ class Broker:
             self._cleanup = stack.pop_all()
         self._control_lock = threading.Lock()
         self._queue = RequestQueue(epoch[:8], max_queue_bytes)
-        known = Teachers(teachers or {})
-        self._board = StatusBoard(epoch, self._queue, known)
+        registered = Teachers(teachers or {})
+        self._board = StatusBoard(epoch, self._queue, registered)
         metrics = BrokerMetrics() if metrics is None else metrics
         self._outbox = Outbox(self._front, self._board, metrics)
-        self._registry = WorkerRegistry(self._queue, known, self._board, self._outbox, metrics)
-        self._client_handler = ClientHandler(epoch, self._queue, known, self._board, self._outbox, self._registry)
+        self._registry = WorkerRegistry(self._queue, registered, self._board, self._outbox, metrics)
+        self._client_handler = ClientHandler(epoch, self._queue, registered, self._board, self._outbox, self._registry)
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
 
     def start(self) -> None:
@@ -171,8 +171,8 @@ class Broker:
                     return
                 for back in self._backs:
                     if back in ready:
-                        own = back is self._backs[0]
-                        self._read(back, functools.partial(self._registry.on_message, back, own=own))
+                        is_local = back is self._backs[0]
+                        self._read(back, functools.partial(self._registry.on_message, back, local=is_local))
                 if self._front in ready:
                     self._read(self._front, self._client_handler.on_message)
                 now_s = time.monotonic()

@@ -97,7 +97,7 @@ class ClientHandler:
             if request.n_own:  # the rows of a reply are checked against this number
                 unpack_tokens(request, [frames[1].buffer])
             distinct = [
-                image_digest(each.data) for each in unpack_images(request, [frame.buffer for frame in frames[2:]])
+                image_digest(image.data) for image in unpack_images(request, [frame.buffer for frame in frames[2:]])
             ]
             digest = token_digest(frames[1].buffer, chain(*images_of(request, distinct)))
             prompts = prompts_of(request, frames[1].buffer, distinct)

@@ -95,10 +95,10 @@ class Worker:
         if not block or not job.prompts:
             return job.n_tokens
         total = 0
-        known = set[int]()
+        digests = set[int]()
         for (n_prompt, n_total), (digest, _) in zip(job.sequences, job.prompts, strict=True):
-            total += computed_tokens(n_prompt, n_total, block, known=digest in known or digest in self.prompts)
-            known.add(digest)
+            total += computed_tokens(n_prompt, n_total, block, known=digest in digests or digest in self.prompts)
+            digests.add(digest)
         return total
 
     def has_credit(self, cost: int) -> bool:

@@ -73,9 +73,9 @@ class RequestQueue:
         prompts: Sequence[Prompt] = (),
     ) -> Admission:
         """Queue a request. A resend of an unfinished request only renews its deadline (`known`)."""
-        known = self._by_key.get((client, request.request_id))
-        if known is not None:
-            known.deadline_s = now_s + request.deadline_s
+        queued = self._by_key.get((client, request.request_id))
+        if queued is not None:
+            queued.deadline_s = now_s + request.deadline_s
             return "known"
         n_bytes += _JOB_OVERHEAD_BYTES
         if self.n_queued and self.queued_bytes + n_bytes > self._max_queue_bytes:
@@ -181,8 +181,8 @@ class RequestQueue:
         Returns:
             False if no other worker can try it, or the job has no attempts left.
         """
-        others = {w.hello.name for w in self.workers.values() if w.hello.teacher == job.teacher and not w.leaving}
-        if job.attempts >= self._max_attempts or not others - job.failed_workers - {failed_on}:
+        names = {w.hello.name for w in self.workers.values() if w.hello.teacher == job.teacher and not w.leaving}
+        if job.attempts >= self._max_attempts or not names - job.failed_workers - {failed_on}:
             return False
         job.failed_workers.add(failed_on)
         return self._requeue(job)
@@ -227,13 +227,13 @@ class RequestQueue:
 
     def heartbeat(self, worker: bytes, hello: WorkerHello, now_s: float) -> bool:
         """Record a heartbeat. Returns True if this worker is new, or was lost before."""
-        known = self.workers.get(worker)
-        if known is None:
+        registered = self.workers.get(worker)
+        if registered is None:
             self.workers[worker] = Worker(hello, now_s, leaving=hello.leaving)
             return True
-        known.hello = hello
-        known.last_heard_s = now_s
-        known.leaving = known.leaving or hello.leaving
+        registered.hello = hello
+        registered.last_heard_s = now_s
+        registered.leaving = registered.leaving or hello.leaving
         return False
 
     def remove_worker(self, worker: bytes, *, blame: bool = True) -> list[Job]:

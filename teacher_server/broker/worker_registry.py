@@ -72,8 +72,8 @@ class WorkerRegistry:
         self._leaving: dict[Process, str] = {}  # process -> name; a new connection must not undo a drain
         self._dismissed: dict[bytes, str] = {}  # identity -> name; its last hello can arrive after the dismissal
 
-    def on_message(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[zmq.Frame], *, own: bool) -> None:
-        """Process one message. `own`: it came over the private socket of the local workers."""
+    def on_message(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[zmq.Frame], *, local: bool) -> None:
+        """Process one message. `local`: it came over the private socket of the local workers."""
         try:
             if not frames:
                 raise ProtocolError("empty message")
@@ -85,23 +85,23 @@ class WorkerRegistry:
                 log.error("dropped a message from the unknown worker %s: %s", identity.hex(), error)
             return
         if isinstance(message, WorkerHello):
-            self._on_hello(socket, identity, message, own=own)
+            self._on_hello(socket, identity, message, local=local)
         else:
             self._on_result(identity, message, frames[1:])
 
     # Registration
 
-    def _on_hello(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, own: bool) -> None:
+    def _on_hello(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, local: bool) -> None:
         if identity in self._dismissed:
             return
         if identity not in self._queue.workers:
             self._outbox.add_worker(identity, socket)
-            reason = self._refusal(hello, own=own)[:_MAX_CHARS]
+            reason = self._refusal(hello, local=local)[:_MAX_CHARS]
             if reason:
                 log.error("worker %s of %s cannot join: %s", hello.name, hello.host, reason)
                 self._outbox.to_worker(identity, Dismiss(why=reason))
                 self._outbox.remove_worker(identity)
-                if own:  # the supervisor stops the server for a local worker only
+                if local:  # the supervisor stops the server for a local worker only
                     self.events.put(WorkerEvent("refused", hello.name, reason))
                 return
         hello.leaving = hello.leaving or _process(hello) in self._leaving
@@ -109,9 +109,9 @@ class WorkerRegistry:
             log.info("worker %s joined: %s on %s, %s", hello.name, hello.engine, hello.host, hello.device)
             self.events.put(WorkerEvent("ready", hello.name, ""))
 
-    def _refusal(self, hello: WorkerHello, *, own: bool) -> str:
+    def _refusal(self, hello: WorkerHello, *, local: bool) -> str:
         process = _process(hello)
-        if not own and LOCAL_WORKER_NAME.fullmatch(hello.name):
+        if not local and LOCAL_WORKER_NAME.fullmatch(hello.name):
             return f"the name {hello.name} is reserved for local workers of the server"
         if process in self._banned:
             return self._banned[process]

@@ -85,8 +85,8 @@ def _token(name: str | None) -> str:
         return ""
     token = os.environ.get(name, "").strip()
     if not token.isascii() or len(token) < 8:
-        found = "8 characters are the least" if token else "not set, or empty"
-        raise SettingsError(f"--bearer-env {name}: the variable is no token ({found}). Fix: export {name}=TOKEN.")
+        reason = "8 characters are the least" if token else "not set, or empty"
+        raise SettingsError(f"--bearer-env {name}: the variable is no token ({reason}). Fix: export {name}=TOKEN.")
     return token
 
 

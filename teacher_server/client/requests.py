@@ -126,9 +126,9 @@ class RequestSettings:
         Raises:
             TeacherError: a value exceeds the limits of the protocol, or the ids cannot be given.
         """
-        given = None
+        given_ids = None
         if signal == "topk" and sequences[0].given is not None:
-            given = self._checked_given(sequences)
+            given_ids = self._checked_given(sequences)
         n_rows = sum(sequence.n_rows for sequence in sequences)
         n_own = n_rows if n_rows < sum(len(sequence.response_ids) for sequence in sequences) else 0
         lengths = [(len(s.prompt_ids), len(s.prompt_ids) + len(s.response_ids)) for s in sequences]
@@ -137,7 +137,7 @@ class RequestSettings:
             if n_own:
                 marked = [ids for s in sequences for ids in (s.prompt_ids, mark_own(s.response_ids, s.own))]
                 tokens = np.concatenate(marked).astype("<i4")
-            frames = [] if given is None else pack_given(given)
+            frames = [] if given_ids is None else pack_given(given_ids)
             places: dict[EncodedImage, int] = {}
             indices = [[places.setdefault(image, len(places)) for image in s.images] for s in sequences]
             frames += pack_images([image.data for image in places])
@@ -154,7 +154,7 @@ class RequestSettings:
                 wire=self.wire,
                 deadline_s=self._deadline_s,
                 checksum=checksum(as_frame(tokens)),
-                n_given=0 if given is None else given.shape[1],
+                n_given=0 if given_ids is None else given_ids.shape[1],
                 given_checksums=[checksum(frame) for frame in frames],
                 with_sampled=with_sampled,
                 lengths=lengths if len(lengths) > 1 else [],
@@ -165,19 +165,19 @@ class RequestSettings:
             )
         digest = token_digest(tokens, (image.digest for sequence in sequences for image in sequence.images))
         all_frames = [as_frame(tokens), *frames]
-        return RequestMessage(header, all_frames, digest, self.resend_s, sequences, given, self.units)
+        return RequestMessage(header, all_frames, digest, self.resend_s, sequences, given_ids, self.units)
 
     def _checked_given(self, sequences: Sequence[NamedSequence]) -> np.ndarray:
         """Return the given ids of all sequences, [M, G]. Raises TeacherError."""
-        given = []
+        id_arrays = []
         for sequence in sequences:
             with _refusals_of(sequence.name):
                 if sequence.given is None:
                     raise ProtocolError("it has no top_ids, and others of its request have")
                 if problem := given_problem(sequence.given, sequence.n_rows, self.n_vocab or MAX_ID + 1):
                     raise ProtocolError(problem)
-            given.append(sequence.given)
-        return np.concatenate(given)
+            id_arrays.append(sequence.given)
+        return np.concatenate(id_arrays)
 
     def head(self) -> RequestMessage:
         """Request the LM head. Raises TeacherError as `score`."""
@@ -352,7 +352,7 @@ class ScoreCall(Request):
 
     def _check_table(self, table: TopKTable, rows: Rows) -> None:
         """Check the values of all sequences. Raises TeacherError, which names one."""
-        given = self._message.given
+        given_ids = self._message.given
         sent = self._sent
         check_topk(table, self._n_vocab, rows)
         if table.counts is not None:
@@ -360,9 +360,9 @@ class ScoreCall(Request):
             row = int(short.argmax())
             mass = f"{table.counts[row]} of {sent.k} entries have a mass of {1 - table.tail[row]:.6g}"
             rows.refuse(short, f"{mass}, below the target of {sent.mass:g}")
-        if given is not None and listed_problem(given, table.ids):
+        if given_ids is not None and listed_problem(given_ids, table.ids):
             for name, part in zip(rows.names, row_slices(rows.n_rows), strict=True):  # which sequence is it?
-                if problem := listed_problem(given[part], table.ids[part]):
+                if problem := listed_problem(given_ids[part], table.ids[part]):
                     raise TeacherError(f"{name}: {problem}")
         if table.sampled is not None:
             check_logprobs(rows, table.sampled)

@@ -23,7 +23,7 @@ def command_parser(prog: str, description: str, epilog: str, **options: Any) -> 
 
 def gkd_words() -> list[str]:
     """Return the words that run `gkd` of this environment: its name if a shell finds it, else its path."""
-    own = os.path.join(os.path.dirname(sys.executable), "gkd")
-    if not os.path.isfile(own):  # the package is not installed
+    script = os.path.join(os.path.dirname(sys.executable), "gkd")
+    if not os.path.isfile(script):  # the package is not installed
         return [sys.executable, "-m", "gkd.cli"]
-    return ["gkd" if shutil.which("gkd") == own else own]
+    return ["gkd" if shutil.which("gkd") == script else script]

@@ -170,7 +170,7 @@ def _check_names(names: Sequence[str], kind: Any, key: str) -> None:
 def _types(kind: Any) -> tuple[Any, ...]:
     """Return the types of which a value may have one: those of a union, without None."""
     is_union = type(kind).__name__ == "UnionType"
-    return tuple(each for each in get_args(kind) if each is not type(None)) if is_union else (kind,)
+    return tuple(member for member in get_args(kind) if member is not type(None)) if is_union else (kind,)
 
 
 def _is_text(kind: Any) -> bool:
@@ -205,13 +205,13 @@ def merge(
     """
     schema: Any = cls
     config = copy.deepcopy(_defaults(schema))
-    others: Tree = {}
+    foreign: Tree = {}
     missing: set[str] = set()
     problems: list[Problem] = []
     for tree in trees:
         for key, value in leaves(tree, keys):
             if key not in keys:
-                others[key] = value
+                foreign[key] = value
             elif _is_missing(value):
                 missing.add(key)
             else:
@@ -219,7 +219,7 @@ def merge(
                 problems += _set(config, keys[key], value)
     fix = "write the value, or leave the key out for its default."
     problems += [Problem(key, MISSING, "has no value yet.", fix) for key in sorted(missing)]
-    problems = [*unknown(others), *problems]
+    problems = [*unknown(foreign), *problems]
     try:
         result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
@@ -250,7 +250,7 @@ def leaves(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> Iterator[tu
     """Yield the values of a tree by dotted key; those of keys that do not exist one by one."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        is_section = any(known.startswith(f"{key}.") for known in keys)
+        is_section = any(key_name.startswith(f"{key}.") for key_name in keys)
         if isinstance(value, dict) and key not in keys and (value or is_section):
             yield from leaves(value, keys, f"{key}.")
         else:
@@ -259,8 +259,8 @@ def leaves(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> Iterator[tu
 
 def _is_missing(value: Any) -> bool:
     """Return whether a value, or a part of it, is `???`: Hydra's mark of a value that a later source has to set."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return value == MISSING or any(map(_is_missing, parts))
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value == MISSING or any(map(_is_missing, inner))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -333,7 +333,7 @@ def _wrong_entries(key: Declared[Any], value: object) -> list[Problem]:
             try:
                 OmegaConf.update(OmegaConf.structured(entry_type), name, item)
             except (OmegaConfBaseException, TypeError):
-                kind = next(str(each.type) for each in dataclasses.fields(entry_type) if each.name == name)
+                kind = next(str(field.type) for field in dataclasses.fields(entry_type) if field.name == name)
                 fix = f"give {_expected(Setting(), kind)}."
                 problems.append(Problem(f"{where}.{name}", item, "has the wrong type.", fix))
     return problems

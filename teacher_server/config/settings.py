@@ -52,14 +52,14 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
     """Return the complete settings. Raises SettingsError naming the invalid flag or key, and the fix."""
     flags = given_flags(args, GivenSettings)
     content = _read_file(args.config) if args.config is not None else {}
-    models, own = _teachers(args, content)
+    models, in_file_only = _teachers(args, content)
     common = {key: value for key, value in content.items() if key not in ("model", "teachers")}
     whole = settings_from(
         GivenSettings, [common, flags], lambda key: flag_of(key) if key in flags else f"{args.config}: {key}"
     )
     teachers = []
     for name, model in models.items():
-        in_file = own.get(name, {})
+        in_file = in_file_only.get(name, {})
         trees = [_of_teacher(common), in_file, _of_teacher(flags)]
         teacher = settings_from(TeacherSettings, trees, f"{args.config}: teachers.{name}.".__add__)
         # The common `gpus` are distributed over the teachers; only the file can give a teacher its own.
@@ -101,7 +101,7 @@ def _teachers(args: argparse.Namespace, content: Tree) -> tuple[dict[str, str], 
     """Return {name: model folder} and {name: values of the file for this teacher alone}."""
     where = str(args.config)
     models: dict[str, str] = {}
-    own: dict[str, Tree] = {}
+    values_of_teacher: dict[str, Tree] = {}
     in_file = content.get("teachers", {})
     if not isinstance(in_file, dict):
         raise SettingsError(f"{where}: teachers: not a mapping of names. Fix: teachers: {_EXAMPLE}.")
@@ -110,24 +110,24 @@ def _teachers(args: argparse.Namespace, content: Tree) -> tuple[dict[str, str], 
         if not isinstance(values, dict):
             raise SettingsError(f"{place}: {values!r} is not a mapping. Fix: {name}: {{model: PATH}}.")
         models[check_name(name, place)] = _folder(values.get("model", ""), f"{place}.model")
-        own[name] = _given({key: value for key, value in values.items() if key != "model"})
+        values_of_teacher[name] = _given({key: value for key, value in values.items() if key != "model"})
     for flag, model in ((f"{where}: model", content.get("model")), ("--model", args.model)):
         if model is not None:
-            if own:
+            if values_of_teacher:
                 raise SettingsError(f"{flag}: there are `teachers` in {where}, too. Fix: use one of the two.")
             models[ONLY_TEACHER] = _folder(model, flag)
-    given: set[str] = set()
+    named: set[str] = set()
     for text in args.teacher or ():
         name, _, model = text.partition("=")
         if args.model is not None or "model" in content:
             raise SettingsError(f"--teacher {text}: there is a model without a name, too. Fix: use one of the two.")
-        if name in given:
+        if name in named:
             raise SettingsError(f"--teacher {text}: {name} is given twice.")
-        given.add(check_name(name, f"--teacher {text}"))
+        named.add(check_name(name, f"--teacher {text}"))
         models[name] = model or models.get(name, "")
     if not models:
         raise SettingsError("no teacher. Fix: give --model PATH, --teacher NAME=PATH or --config FILE.")
-    return models, own
+    return models, values_of_teacher
 
 
 def _check(settings: ServerSettings) -> None:
@@ -135,7 +135,7 @@ def _check(settings: ServerSettings) -> None:
     for teacher in settings.teachers:
         if teacher.n_workers == 0 and settings.worker_port is None:
             raise SettingsError("--n-workers 0: no worker can join. Fix: add --worker-port.")
-        alone = all(each.n_workers == 0 for each in settings.teachers)
+        alone = all(entry.n_workers == 0 for entry in settings.teachers)
         if teacher.n_workers == 0 and (teacher.gpus or (settings.gpus and alone)):
             problem = "workers of other hosts choose their own GPUs. Fix: remove one of them"
             raise SettingsError(f"--gpus with --n-workers 0 (teacher {teacher.name}): {problem}.")
@@ -165,19 +165,19 @@ def _check(settings: ServerSettings) -> None:
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], title: str) -> None:
     """Add a flag for each option. Flags that are not on the command line are not in the namespace."""
     group = parser.add_argument_group(title)
-    for each in options:
-        setting = each.setting
+    for field in options:
+        setting = field.setting
         if setting.in_file_only:
             continue
-        if each.type == "bool":
+        if field.type == "bool":
             action = argparse.BooleanOptionalAction
-            group.add_argument(flag_of(each.name), action=action, default=argparse.SUPPRESS, help=each.help)
+            group.add_argument(flag_of(field.name), action=action, default=argparse.SUPPRESS, help=field.help)
             continue
         choices = [*setting.choices, *["MODULE:FUNCTION"] * setting.paths]
         metavar = "{" + ",".join(choices) + "}" if choices else setting.metavar
-        text = each.help if each.default is None else f"{each.help} (default: {each.default})"
+        text = field.help if field.default is None else f"{field.help} (default: {field.default})"
         # Values stay text here and are converted later, so that a flag and a YAML key give the same error.
-        group.add_argument(flag_of(each.name), dest=each.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+        group.add_argument(flag_of(field.name), dest=field.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
 
 
 def flag_of(key: str) -> str:
@@ -187,15 +187,15 @@ def flag_of(key: str) -> str:
 def given_flags(args: argparse.Namespace, cls: type) -> Tree:
     """Return {key: value} of the flags on the command line. Raises SettingsError."""
     tree: Tree = {}
-    for each in options_of(cls):
-        value = vars(args).get(each.name)
-        if isinstance(value, str) and each.type.startswith(("int", "float")):
+    for field in options_of(cls):
+        value = vars(args).get(field.name)
+        if isinstance(value, str) and field.type.startswith(("int", "float")):
             try:
-                tree |= read_word(f"{each.name}={value}", cls)
+                tree |= read_word(f"{field.name}={value}", cls)
             except Unreadable as error:
-                raise settings_error(flag_of(each.name), error.problem) from error
+                raise settings_error(flag_of(field.name), error.problem) from error
         elif value is not None:
-            tree[each.name] = value
+            tree[field.name] = value
     return tree
 
 

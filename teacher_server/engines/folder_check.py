@@ -47,18 +47,18 @@ def check_folder(folder: Path, *, full_precision: bool = False) -> list[Path]:
 
 
 def _check_adapters(folder: Path) -> None:
-    found = [name for name in ADAPTER_FILES if (folder / name).is_file()]
-    if not found:
+    names = [name for name in ADAPTER_FILES if (folder / name).is_file()]
+    if not names:
         return
     if any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors")):
         problem = (
-            f"{' and '.join(found)} next to full weights: transformers, vLLM and the trainer use them differently."
+            f"{' and '.join(names)} next to full weights: transformers, vLLM and the trainer use them differently."
         )
         raise FolderError(folder, problem, "delete the adapter's files if it is merged; else merge it first.")
-    config = read_json(folder / ADAPTER_FILES[0]) if ADAPTER_FILES[0] in found else {}
+    config = read_json(folder / ADAPTER_FILES[0]) if ADAPTER_FILES[0] in names else {}
     base = config.get("base_model_name_or_path") or "its base model"
     fix = f"merge it into {base} (PeftModel.merge_and_unload of peft), and name the folder of the merged model."
-    raise FolderError(folder, f"this is a LoRA adapter of {base} ({', '.join(found)}), not a model.", fix)
+    raise FolderError(folder, f"this is a LoRA adapter of {base} ({', '.join(names)}), not a model.", fix)
 
 
 def _check_quantization(
@@ -87,7 +87,7 @@ def _check_tied_head(folder: Path, config: Mapping[str, Any], entries: Mapping[s
     if not heads:
         return
     name, head = next(iter(heads.items()))
-    embeddings = {each: entry for each, entry in entries.items() if _module(each) in _EMBEDDINGS}
+    embeddings = {key: entry for key, entry in entries.items() if _module(key) in _EMBEDDINGS}
     if any(_is_equal(head, entry) for entry in embeddings.values()) or not _ties(config):
         return
     if embeddings:
@@ -101,10 +101,10 @@ def _check_tied_head(folder: Path, config: Mapping[str, Any], entries: Mapping[s
 def _ties(config: Mapping[str, Any]) -> bool:
     """Return whether the input embedding is the head, also if config.json leaves that to its model type."""
     text = config.get("text_config")
-    parts = [config, text if isinstance(text, dict) else {}]
-    given = [part["tie_word_embeddings"] for part in parts if part.get("tie_word_embeddings") is not None]
-    if given:
-        return any(given)
+    configs = [config, text if isinstance(text, dict) else {}]
+    flags = [part["tie_word_embeddings"] for part in configs if part.get("tie_word_embeddings") is not None]
+    if flags:
+        return any(flags)
     from transformers import CONFIG_MAPPING  # heavy, and rarely needed
 
     model_type = config.get("model_type")
@@ -126,7 +126,7 @@ def _is_equal(one: TensorEntry, other: TensorEntry) -> bool:
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.start)
         second.seek(other.start)
-        sizes = (min(_PIECE_BYTES, one.stop - at) for at in range(one.start, one.stop, _PIECE_BYTES))
+        sizes = (min(_PIECE_BYTES, one.stop - offset) for offset in range(one.start, one.stop, _PIECE_BYTES))
         return all(first.read(size) == second.read(size) for size in sizes)
 
 

@@ -41,7 +41,7 @@ def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
         if any(isinstance(value, torch.Tensor) and value.is_cuda for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         # Layers pass arguments that only the kernels have, such as boundaries.
-        known = {name: value for name, value in kwargs.items() if takes_all or name in parameters}
-        return in_torch(*args, **known)
+        accepted = {name: value for name, value in kwargs.items() if takes_all or name in parameters}
+        return in_torch(*args, **accepted)
 
     return chosen

@@ -161,11 +161,11 @@ class HfEngine:
     def _response_rows(self, batch: Sequence[TokenSequence]) -> torch.Tensor:
         """Return [N, H] hidden states that predict the response tokens with rows, sequence after sequence."""
         rows: dict[int, torch.Tensor] = {}
-        groups, others = groups_of(batch, self.prefix_block)
+        groups, single = groups_of(batch, self.prefix_block)
         for group in groups:
             sequences = [batch[i] for i in group]
             rows |= zip(group, rows_of_group(self._backbone, self._model.config, sequences, self._device), strict=True)
-        lengths = {i: len(batch[i].token_ids) for i in others}
+        lengths = {i: len(batch[i].token_ids) for i in single}
         for is_long in (False, True):
             part = {i: length for i, length in lengths.items() if (length > self._longrope_limit) == is_long}
             for group in _passes(part, self._most):
@@ -275,26 +275,26 @@ def outside_parts(model: Any) -> list[tuple[Any, str, str]]:
     decoder = model.get_decoder()
     head = model.get_output_embeddings()
     path = next(name for name, module in model.named_modules() if module is decoder)
-    found: list[tuple[Any, str, str]] = []
+    outside: list[tuple[Any, str, str]] = []
     parent = model
     where = ""
     for step in path.split("."):
         children = {name for name, child in parent.named_children() if name != step and child is not head}
-        found += [(parent, name, f"{where}{name}.") for name in sorted(children)]
+        outside += [(parent, name, f"{where}{name}.") for name in sorted(children)]
         # Such as the parameter of the ends of lines of LLaVA-NeXT.
-        found += [(parent, name, where + name) for name, _ in parent.named_parameters(recurse=False)]
+        outside += [(parent, name, where + name) for name, _ in parent.named_parameters(recurse=False)]
         parent = getattr(parent, step)
         where += f"{step}."
-    return found
+    return outside
 
 
 def outside_names(model: Any, names: Iterable[str]) -> set[str]:
     """Return which tensors of the folder belong to what `keep_language_model` has removed."""
     removed = getattr(model, "removed_prefixes", ())
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-    own = {name: rename_source_key(name, renamings, [])[0] for name in names}
+    renamings = [renaming for renaming in get_model_conversion_mapping(model) if isinstance(renaming, WeightRenaming)]
+    mapped = {name: rename_source_key(name, renamings, [])[0] for name in names}
     base = model.base_model_prefix
-    return {name for name in own if own[name].startswith(removed) or f"{base}.{own[name]}".startswith(removed)}
+    return {name for name in mapped if mapped[name].startswith(removed) or f"{base}.{mapped[name]}".startswith(removed)}
 
 
 def _check_loaded(path: str, model: Any, info: Mapping[str, Any]) -> None:
@@ -342,14 +342,14 @@ def needed_tensors(path: str, names: Sequence[str]) -> list[str]:
     copies = tuple(model.all_tied_weights_keys)
     names = [name for name in names if not name.endswith(copies)]
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [renaming for renaming in conversions if isinstance(renaming, WeightRenaming)]
+    converters = [converter for converter in conversions if isinstance(converter, WeightConverter)]
     rename = partial(rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=state)
-    own = {name: rename(name, renamings, converters)[0] for name in names}
-    read = [name for name in names if name in state or own[name] in state]
-    known = {*read, *outside_names(model, names)}
-    others = {own[name]: name for name in names if name not in known and not any(re.search(p, name) for p in ignored)}
-    return [*read, *(others[name] for name in _without_place(path, model, others))]
+    mapped = {name: rename(name, renamings, converters)[0] for name in names}
+    read = [name for name in names if name in state or mapped[name] in state]
+    needed = {*read, *outside_names(model, names)}
+    rest = {mapped[name]: name for name in names if name not in needed and not any(re.search(p, name) for p in ignored)}
+    return [*read, *(rest[name] for name in _without_place(path, model, rest))]
 
 
 def _longrope_limit(backbone: Any) -> float:
@@ -404,11 +404,11 @@ def sharing_problem(backbone: Any, config: Any, device: torch.device) -> str:
             backbone(input_ids=tokens[:, :5], past_key_values=cache, use_cache=True)
             if cache.get_seq_length() != 5:
                 return "it does not keep its state in the cache that it is given"
-            parts = backbone(input_ids=tokens[:, 5:], past_key_values=cache, use_cache=True).last_hidden_state[0]
+            continued = backbone(input_ids=tokens[:, 5:], past_key_values=cache, use_cache=True).last_hidden_state[0]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             return f"it does not take a cache: {type(error).__name__}: {error}"
     tolerance = 1e-3 if whole.dtype == torch.float32 else 0.05
-    if not torch.allclose(parts, whole[5:], rtol=tolerance, atol=tolerance * float(whole.abs().max())):
+    if not torch.allclose(continued, whole[5:], rtol=tolerance, atol=tolerance * float(whole.abs().max())):
         return "with a cache it computes other hidden states"
     return ""
 
@@ -469,11 +469,11 @@ def rows_of_group(backbone: Any, config: Any, batch: Sequence[TokenSequence], de
 def _responses(backbone: Any, cache: DynamicCache, tokens: torch.Tensor) -> torch.Tensor:
     """Return [B, S, H]. A response that is longer than a pass is computed in several: its mask would be large."""
     step = max(1, _PASS_TOKENS // len(tokens))
-    parts = [
+    states = [
         backbone(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
         for part in tokens.split(step, dim=1)
     ]
-    return torch.cat(parts, dim=1)
+    return torch.cat(states, dim=1)
 
 
 def use_onednn(model: torch.nn.Module) -> int:

@@ -52,10 +52,10 @@ def score_hidden(
         flat = sampled_rows(hidden, batch, logits_of, params, vocab_size)
         return [*np.split(flat, np.cumsum(lengths)[:-1])]
     # Copy the rows of each stream: a view would keep the rows of the whole batch in memory.
-    parts = [part.clone() if len(lengths) > 1 else part for part in hidden.split(lengths)]
+    pieces = [part.clone() if len(lengths) > 1 else part for part in hidden.split(lengths)]
     if params.signal == "hidden":
-        return [MatrixStream(part, params.wire) for part in parts]
-    return [LogitsStream(part, logits_of, params.temperature, n_vocab, params.wire) for part in parts]
+        return [MatrixStream(part, params.wire) for part in pieces]
+    return [LogitsStream(part, logits_of, params.temperature, n_vocab, params.wire) for part in pieces]
 
 
 def topk_rows(
@@ -74,7 +74,7 @@ def topk_rows(
     device = hidden.device
     if len({None if sequence.given is None else sequence.given.shape[1] for sequence in batch}) > 1:
         raise ValueError("the sequences of a batch have different numbers of given ids")
-    given = _columns([sequence.given for sequence in batch if sequence.given is not None], device)  # [N, G]
+    given_ids = _columns([sequence.given for sequence in batch if sequence.given is not None], device)  # [N, G]
     own_ids = [sequence.own_ids for sequence in batch]
     temperature = params.temperature
     if params.units is not None:
@@ -87,12 +87,12 @@ def topk_rows(
     counts = torch.empty(n_rows, dtype=torch.int32, device=device) if params.mass else None
     sampled = torch.empty(n_rows, dtype=torch.float32, device=device) if params.with_sampled else None
     for chunk, logits in _chunks(hidden, logits_of, vocab_size, params):
-        own = None if targets is None else logits.gather(1, targets[chunk, None])  # [C, 1]
-        if given is None:
+        sampled_logits = None if targets is None else logits.gather(1, targets[chunk, None])  # [C, 1]
+        if given_ids is None:
             values, columns = topk(logits, k)
             top = values[:, :1].clone()
         else:
-            values, columns, top = _topk_with(logits, given[chunk], k)
+            values, columns, top = _topk_with(logits, given_ids[chunk], k)
         rest = _exp_in_place(logits, top, temperature).scatter_(1, columns, 0.0).sum(-1)  # [C]
         scaled = values.sub_(top).div_(temperature)
         kept = scaled.exp()
@@ -100,8 +100,8 @@ def topk_rows(
         ids[chunk] = columns.int()
         # Rounding may give +1e-7 for a token with probability 1.
         logprobs[chunk] = scaled.sub_(total.log()[:, None]).clamp_(max=0.0)
-        if sampled is not None and own is not None:
-            sampled[chunk] = (own - top).div_(temperature)[:, 0].sub_(total.log()).clamp_(max=0.0)
+        if sampled is not None and sampled_logits is not None:
+            sampled[chunk] = (sampled_logits - top).div_(temperature)[:, 0].sub_(total.log()).clamp_(max=0.0)
         if counts is not None:
             reached = (kept.double().cumsum(-1) / total[:, None] < params.mass).sum(-1)  # entries before the target
             count = (reached + 1).clamp_(max=k)
@@ -124,18 +124,18 @@ def topk_rows(
     return scores
 
 
-def _topk_with(logits: torch.Tensor, given: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _topk_with(logits: torch.Tensor, wanted: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values [C, K] and columns [C, K] of the given columns and the largest others, and the maxima [C, 1].
 
     Values are descending. Overwrites the given columns of `logits` with -inf, [C, V].
     """
-    values = logits.gather(1, given)
-    columns = given
-    logits.scatter_(1, given, -torch.inf)
+    values = logits.gather(1, wanted)
+    columns = wanted
+    logits.scatter_(1, wanted, -torch.inf)
     top = torch.maximum(values.amax(-1, keepdim=True), logits.amax(-1, keepdim=True))
-    if n_others := k - given.shape[1]:
-        others, other_columns = topk(logits, n_others)
-        values = torch.cat([values, others], 1)
+    if n_others := k - wanted.shape[1]:
+        top_values, other_columns = topk(logits, n_others)
+        values = torch.cat([values, top_values], 1)
         columns = torch.cat([columns, other_columns], 1)
     values, order = values.sort(-1, descending=True)
     return values, columns.gather(1, order), top
@@ -155,9 +155,9 @@ def sampled_rows(
     logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for chunk, logits in _chunks(hidden, logits_of, vocab_size, params):
         top = logits.amax(-1, keepdim=True)
-        own = (logits.gather(1, columns[chunk, None]) - top).div_(params.temperature)[:, 0]  # [C]
+        shifted = (logits.gather(1, columns[chunk, None]) - top).div_(params.temperature)[:, 0]  # [C]
         total = _exp_in_place(logits, top, params.temperature).sum(-1)
-        logprobs[chunk] = (own - total.log()).clamp_(max=0.0)
+        logprobs[chunk] = (shifted - total.log()).clamp_(max=0.0)
     result = logprobs.cpu().numpy()
     _check_finite(result)
     return result

@@ -268,8 +268,8 @@ class _HeadStream:
     def rows(self, start: int, stop: int) -> np.ndarray:
         """See `RowStream.rows`."""
         results = self._engine._call("teacher_head_rows", start, stop, self._wire)
-        parts = [part for part in results if part is not None]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        shards = [part for part in results if part is not None]
+        return shards[0] if len(shards) == 1 else np.concatenate(shards)
 
     def close(self) -> None:
         """Do nothing: the stream holds no memory."""

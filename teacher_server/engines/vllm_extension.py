@@ -52,7 +52,7 @@ def row_ranges(sequence: TokenSequence, row: int) -> list[RowRange]:
     first = sequence.prompt_length - 1 + rows[starts]
     lengths = np.diff(starts, append=len(rows))
     ranges = zip((row + starts).tolist(), first.tolist(), lengths.tolist(), strict=True)
-    return [RowRange(*each) for each in ranges]
+    return [RowRange(*bounds) for bounds in ranges]
 
 
 class ModelFacts(NamedTuple):
@@ -252,10 +252,10 @@ def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, boo
         return logits, head, False  # quantized
     first = head.shard_indices.org_vocab_start_index
     end = head.shard_indices.org_vocab_end_index
-    own = torch.nn.functional.linear(probe, weight[: end - first]).float()
+    local = torch.nn.functional.linear(probe, weight[: end - first]).float()
     whole = logits[:, first:end].float()
     # Kernels round bfloat16 differently, by less than a factor that the model applies to its logits.
-    return logits, head, bool((own - whole).abs().amax() <= 0.02 * whole.abs().amax())
+    return logits, head, bool((local - whole).abs().amax() <= 0.02 * whole.abs().amax())
 
 
 class CappedScheduler(Scheduler):

@@ -62,12 +62,12 @@ def architecture_arguments(folder: str, *, images: bool = False) -> dict[str, An
     keeps = named and ("text_config" in config or "auto_map" in config or _is_vllms(named[0], name))
     if config.get("model_type") in WITHOUT_TORCHVISION and find_spec("torchvision") is None:
         _load_llava()
-    found: dict[str, Any] = {"skip_tokenizer_init": not images}
+    arguments: dict[str, Any] = {"skip_tokenizer_init": not images}
     if images:
-        found |= {"limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0}, "mm_device_do_normalize": False}
+        arguments |= {"limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0}, "mm_device_do_normalize": False}
     elif "text_config" in config:
-        found["language_model_only"] = True
-    return found if keeps or name is None else found | {"hf_overrides": {"architectures": [name]}}
+        arguments["language_model_only"] = True
+    return arguments if keeps or name is None else arguments | {"hf_overrides": {"architectures": [name]}}
 
 
 def _is_vllms(named: str, name: str | None) -> bool:
@@ -76,8 +76,8 @@ def _is_vllms(named: str, name: str | None) -> bool:
         return False
     from vllm import ModelRegistry
 
-    known = ModelRegistry.get_supported_archs()
-    return named in known and name not in known
+    supported = ModelRegistry.get_supported_archs()
+    return named in supported and name not in supported
 
 
 def _load_llava() -> None:
@@ -187,7 +187,7 @@ def record_loading() -> None:
             return
         recorder = _Recorder(model)
         weights = self.get_all_weights
-        self.get_all_weights = lambda *given: recorder.watched(weights(*given))
+        self.get_all_weights = lambda *arguments: recorder.watched(weights(*arguments))
         try:
             with recorder:
                 load(self, model, model_config)
@@ -218,8 +218,8 @@ def check_taken(path: str, engine: Any) -> None:
             raise FolderError(Path(path), f"vLLM's {record.kind} {record.problem}.", _FIX)
     lost: dict[str, str] = {}
     for name, (shape, _) in records[0].read.items():
-        parts = [part for record in records for part in record.read[name][1]]
-        n_read = _n_elements({_region(part.sizes, part.strides, part.offset) for part in parts})
+        read_parts = [part for record in records for part in record.read[name][1]]
+        n_read = _n_elements({_region(part.sizes, part.strides, part.offset) for part in read_parts})
         if n_read < prod(shape):
             lost[name] = f"{n_read} of the {prod(shape)} numbers of {name}"
     if lost:
@@ -263,11 +263,11 @@ class _Recorder(TorchDispatchMode):
 
     def record(self, model: torch.nn.Module) -> LoadRecord:
         """Return what was recorded. vLLM itself finds no linear layer or embedding of which nothing was written."""
-        made = [(name, each) for name, each in model.named_parameters() if _storage(each) in self._places]
-        unfilled = [name for name, each in made if _n_elements(self._written[name]) < each.numel()]
+        held = [(name, weight) for name, weight in model.named_parameters() if _storage(weight) in self._places]
+        unfilled = [name for name, weight in held if _n_elements(self._written[name]) < weight.numel()]
         problem = f"does not get all of its {some_names(unfilled)}, so it is another model" if unfilled else ""
-        for _, parts in self._read.values():
-            parts[:] = [part._replace(place="") if part.place in self._computed else part for part in parts]
+        for _, reads in self._read.values():
+            reads[:] = [part._replace(place="") if part.place in self._computed else part for part in reads]
         return LoadRecord(type(model).__name__, self._read, self._dtypes, problem)
 
     def __torch_dispatch__(
@@ -291,8 +291,8 @@ class _Recorder(TorchDispatchMode):
         _, strides, offset = _layout(written[0]) if is_copy else ((), (), 0)
         if is_copy and (copied := self._copies.get(_storage(args[1]))) and args[1].stride() == copied[2]:
             name, part, _, _ = copied
-            parts = self._read[name][1]
-            parts[parts.index(part)] = part._replace(place=place, place_strides=strides, place_offset=offset - start)
+            reads = self._read[name][1]
+            reads[reads.index(part)] = part._replace(place=place, place_strides=strides, place_offset=offset - start)
         for tensor in read:
             name, _ = self._names[_storage(tensor)]
             part = Part(*_layout(tensor))

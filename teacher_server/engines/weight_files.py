@@ -58,11 +58,11 @@ def weight_files(folder: Path) -> list[Path]:
     """
     has_single = (folder / SINGLE).is_file()
     if not (folder / INDEX).is_file():
-        found = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_")}
-        if found == {SINGLE}:
+        present = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_")}
+        if present == {SINGLE}:
             return [folder / SINGLE]
-        if others := sorted(found - {SINGLE}):
-            problem = f"which files are the model is unknown: {some_names(others)}; {INDEX} is missing."
+        if unexpected := sorted(present - {SINGLE}):
+            problem = f"which files are the model is unknown: {some_names(unexpected)}; {INDEX} is missing."
             fix = f"delete them, because {SINGLE} is there, too." if has_single else f"copy {INDEX}, too."
             raise FolderError(folder, problem, fix)
         fix = "copy the whole folder; convert weights in another format to safetensors."

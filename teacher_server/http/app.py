@@ -88,18 +88,18 @@ class App:
     async def _models(self, request: Request) -> Response:
         try:
             self._check_token(request)
-            found = await self._teachers.known()
+            known_teachers = await self._teachers.known()
         except Refusal as error:
             return _refused(vllm.COMPLETIONS, error.status, str(error))
         models = [
             {
-                "id": each.name,
+                "id": teacher.name,
                 "object": "model",
                 "owned_by": "teacher_server",
-                "root": each.model_path,
+                "root": teacher.model_path,
                 "max_model_len": n,
             }
-            for each, n in found
+            for teacher, n in known_teachers
         ]
         return _json({"object": "list", "data": models})
 
@@ -109,9 +109,9 @@ class App:
     def _check_token(self, request: Request) -> None:
         sent = request.headers.get("authorization", "")
         if self._token and not hmac.compare_digest(sent.encode(), f"Bearer {self._token}".encode()):
-            found = "another token" if sent else "no token"
+            what = "another token" if sent else "no token"
             raise Refusal(
-                401, f"Authorization: {found}. Fix: send `Authorization: Bearer TOKEN` with the server's token."
+                401, f"Authorization: {what}. Fix: send `Authorization: Bearer TOKEN` with the server's token."
             )
 
 

@@ -70,10 +70,10 @@ class Question:
     write: Callable[[Sequence[TopKTable], str], Iterator[bytes]]  # in pieces
 
     def __post_init__(self) -> None:
-        n_entries = sum((len(each.ids) - each.start) * each.depth for each in self.wanted)
+        n_entries = sum((len(sequence.ids) - sequence.start) * sequence.depth for sequence in self.wanted)
         if n_entries > MAX_ENTRIES:
-            found = f"{len(self.wanted)} sequences with {n_entries} entries in all: an answer has at most {MAX_ENTRIES}"
-            raise Refusal(400, f"{found}. Fix: send fewer sequences in a request, or ask for fewer entries of a row.")
+            size = f"{len(self.wanted)} sequences with {n_entries} entries in all: an answer has at most {MAX_ENTRIES}"
+            raise Refusal(400, f"{size}. Fix: send fewer sequences in a request, or ask for fewer entries of a row.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +96,25 @@ def sequences_of(field: str, value: str | Sequence[str | int | list[int]]) -> li
     sequences = [np.array(item, np.int32) for item in items]
     for index, ids in enumerate(sequences):
         if len(ids) < 2:
-            found = f"{field}, sequence {index}, has {len(ids)} tokens: no token has one before it"
-            raise Refusal(400, f"{found}. Fix: send 2 or more.")
+            problem = f"{field}, sequence {index}, has {len(ids)} tokens: no token has one before it"
+            raise Refusal(400, f"{problem}. Fix: send 2 or more.")
     return sequences
 
 
-def check_generation(field: str, n_tokens: int | None, others: Mapping[str, object]) -> None:
+def check_generation(field: str, n_tokens: int | None, refused: Mapping[str, object]) -> None:
     """Refuse requests for new tokens or for what else this server does not compute.
 
     Args:
         n_tokens: the request's limit of new tokens; None is a default above 1.
-        others: fields that have to be absent or false; `n` may be 1.
+        refused: fields that have to be absent or false; `n` may be 1.
 
     Raises:
         Refusal: a request for more than one new token, or for one of the others.
     """
     if n_tokens is None or not 0 <= n_tokens <= 1:
-        found = "missing" if n_tokens is None else n_tokens
-        raise Refusal(400, f"{field} = {found}: {_ONLY}. Fix: {field} = 0 or 1.")
-    for name, value in others.items():
+        shown = "missing" if n_tokens is None else n_tokens
+        raise Refusal(400, f"{field} = {shown}: {_ONLY}. Fix: {field} = 0 or 1.")
+    for name, value in refused.items():
         if not (value is None or value is False or (name == "n" and value == 1)):
             raise Refusal(400, f"{name} = {value!r:.60}: {_ONLY}. Fix: leave {name} out.")
 
@@ -133,9 +133,9 @@ def rows_json(rows: Iterable[object], first: object = None) -> Iterator[bytes]:
     yield b"]"
 
 
-def fill(shell: object, parts: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
+def fill(shell: object, streams: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
     """Yield the JSON of `shell` with each `HOLE`, in order, replaced by its part."""
     texts = _encoder.encode(shell).split(_encoder.encode(HOLE))
-    for text, part in zip(texts, [*parts, ()], strict=True):
+    for text, part in zip(texts, [*streams, ()], strict=True):
         yield text
         yield from part

@@ -60,8 +60,8 @@ _decoder = msgspec.json.Decoder(_Generate)
 def _read(body: bytes) -> Question:
     asked = _decoder.decode(body)
     sequences = sequences_of("input_ids", asked.text if asked.input_ids is None else asked.input_ids)
-    others = {"n": asked.sampling_params.n, **{name: getattr(asked, name) for name in _REFUSED}}
-    check_generation("max_new_tokens", asked.sampling_params.max_new_tokens, others)
+    refused = {"n": asked.sampling_params.n, **{name: getattr(asked, name) for name in _REFUSED}}
+    check_generation("max_new_tokens", asked.sampling_params.max_new_tokens, refused)
     if not asked.return_logprob:
         raise Refusal(400, "return_logprob = false: this server returns nothing else. Fix: return_logprob = true.")
     start = asked.logprob_start_len
@@ -71,15 +71,15 @@ def _read(body: bytes) -> Question:
     wanted = [Wanted("top_logprobs_num", ids, start + 1, asked.top_logprobs_num) for ids in sequences]
 
     def write(scores: Sequence[TopKTable], _: str) -> Iterator[bytes]:
-        tables = [_tables(each, found) for each, found in zip(wanted, scores, strict=True)]
+        tables = [_tables(sequence, table) for sequence, table in zip(wanted, scores, strict=True)]
         shells = []
-        for each, own in zip(wanted, tables, strict=True):
+        for sequence, columns in zip(wanted, tables, strict=True):
             meta: dict[str, object] = {"id": "", "finish_reason": {"type": "length", "length": 0}}
-            meta |= {"prompt_tokens": len(each.ids), "completion_tokens": 0, "cached_tokens": 0}
-            meta |= {"output_token_logprobs": [], **dict.fromkeys(own, HOLE)}
+            meta |= {"prompt_tokens": len(sequence.ids), "completion_tokens": 0, "cached_tokens": 0}
+            meta |= {"output_token_logprobs": [], **dict.fromkeys(columns, HOLE)}
             shells.append({"text": "", "output_ids": [], "meta_info": meta})
         is_one = asked.input_ids is not None and isinstance(asked.input_ids[0], int)
-        return fill(shells[0] if is_one else shells, [part for own in tables for part in own.values()])
+        return fill(shells[0] if is_one else shells, [part for columns in tables for part in columns.values()])
 
     return Question(asked.model or "", wanted, write)
 
@@ -89,8 +89,8 @@ def _tables(wanted: Wanted, scores: TopKTable) -> dict[str, Iterable[bytes]]:
     assert scores.sampled is not None  # every request asks for it
     before, *ids = wanted.ids[wanted.start - 1 :].tolist()
     none = itertools.repeat(None)
-    own: Iterable[object] = zip(scores.sampled.tolist(), ids, none, strict=False)
-    tables: dict[str, Iterable[bytes]] = {"input_token_logprobs": rows_json(own, first=(None, before, None))}
+    sampled: Iterable[object] = zip(scores.sampled.tolist(), ids, none, strict=False)
+    tables: dict[str, Iterable[bytes]] = {"input_token_logprobs": rows_json(sampled, first=(None, before, None))}
     if wanted.k:
         rows = zip(scores.logprobs, scores.ids, strict=True)
         tables["input_top_logprobs"] = rows_json([*zip(p.tolist(), i.tolist(), none, strict=False)] for p, i in rows)

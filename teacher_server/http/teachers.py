@@ -27,7 +27,7 @@ class Teachers:
     async def known(self) -> list[tuple[TeacherStatus, int]]:
         """Return each teacher and its longest sequence in tokens, 0 before it has loaded. Raises Refusal."""
         status: ServerStatus = await self._link.ask(StatusCall())
-        return [(each, await self._max_tokens(each)) for each in status.teachers]
+        return [(teacher, await self._max_tokens(teacher)) for teacher in status.teachers]
 
     async def _max_tokens(self, teacher: TeacherStatus) -> int:
         if not teacher.n_workers:
@@ -43,17 +43,17 @@ class Teachers:
         Raises:
             Refusal: no teacher has this name, or there are several and the request names none.
         """
-        known = self._names.get(model)
+        cached = self._names.get(model)
         epoch = self._link.epoch
-        if self._epoch != epoch or known is None or not known.model_fingerprint:
-            teachers = [each for each, _ in await self.known()]
-            found: dict[str, set[str]] = {"": {each.name for each in teachers}}
-            for each in teachers:
-                for name in (each.model_name, each.model_path):
-                    found.setdefault(name, set()).add(each.name)
-            found |= {each.name: {each.name} for each in teachers}
-            by_name = {each.name: each for each in teachers}
-            self._names = {name: by_name[next(iter(of))] for name, of in found.items() if len(of) == 1}
+        if self._epoch != epoch or cached is None or not cached.model_fingerprint:
+            teachers = [teacher for teacher, _ in await self.known()]
+            by_alias: dict[str, set[str]] = {"": {teacher.name for teacher in teachers}}
+            for teacher in teachers:
+                for name in (teacher.model_name, teacher.model_path):
+                    by_alias.setdefault(name, set()).add(teacher.name)
+            by_alias |= {teacher.name: {teacher.name} for teacher in teachers}
+            by_name = {teacher.name: teacher for teacher in teachers}
+            self._names = {name: by_name[next(iter(of))] for name, of in by_alias.items() if len(of) == 1}
             self._epoch = epoch  # The broker may have restarted since then.
             if model not in self._names:
                 names = ", ".join(sorted(by_name))
@@ -84,7 +84,7 @@ class Teachers:
         self, teacher: TeacherStatus, wanted: Sequence[Wanted], wire: Wire
     ) -> list[tuple[ScoreReply, list[Buffer]]]:
         """Return `score` of each sequence. The first error cancels the others. Raises as `score`."""
-        tasks = [asyncio.create_task(self.score(teacher, each, wire)) for each in wanted]
+        tasks = [asyncio.create_task(self.score(teacher, sequence, wire)) for sequence in wanted]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -83,7 +83,7 @@ def _read_completions(body: bytes) -> Question:
     wanted = [_wanted(ids, asked) for ids in sequences_of("prompt", asked.prompt)]
 
     def write(scores: Sequence[TopKTable], name: str) -> Iterator[bytes]:
-        n_tokens = sum(len(each.ids) for each in wanted)
+        n_tokens = sum(len(sequence.ids) for sequence in wanted)
         choice = {"text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None, "prompt_logprobs": HOLE}
         shell = {
             "id": f"cmpl-{time.time_ns():x}",
@@ -93,7 +93,7 @@ def _read_completions(body: bytes) -> Question:
             "choices": [{"index": index, **choice} for index in range(len(scores))],
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens, "completion_tokens": 0},
         }
-        return fill(shell, [rows_json(_rows(*each)) for each in zip(wanted, scores, strict=True)])
+        return fill(shell, [rows_json(_rows(*pair)) for pair in zip(wanted, scores, strict=True)])
 
     return Question(asked.model or "", wanted, write)
 
@@ -114,8 +114,8 @@ def _read_generate(body: bytes) -> Question:
 
 
 def _wanted(ids: np.ndarray, asked: _Sampling) -> Wanted:
-    others = {name: getattr(asked, name) for name in _REFUSED}
-    check_generation("max_tokens", asked.max_tokens, others)
+    refused = {name: getattr(asked, name) for name in _REFUSED}
+    check_generation("max_tokens", asked.max_tokens, refused)
     if asked.prompt_logprobs is None:
         raise Refusal(400, "prompt_logprobs is missing: this server returns nothing else. Fix: prompt_logprobs = K.")
     return Wanted("prompt_logprobs", ids, 1, asked.prompt_logprobs, asked.temperature or 1.0)
@@ -124,9 +124,9 @@ def _wanted(ids: np.ndarray, asked: _Sampling) -> Wanted:
 def _rows(wanted: Wanted, scores: TopKTable) -> Iterator[dict[int, _Entry]]:
     """Yield id -> entry of each row, the token itself first."""
     assert scores.sampled is not None  # every request asks for it
-    own = zip(wanted.ids[wanted.start :].tolist(), scores.sampled.tolist(), strict=True)
+    sampled = zip(wanted.ids[wanted.start :].tolist(), scores.sampled.tolist(), strict=True)
     ranks = range(1, wanted.depth + 1)
-    for (token, logprob), ids, logprobs in zip(own, scores.ids, scores.logprobs, strict=True):
+    for (token, logprob), ids, logprobs in zip(sampled, scores.ids, scores.logprobs, strict=True):
         # A key keeps its first place when it is assigned again: the token's entry gets its rank, if it has one.
         row = {token: _Entry(logprob, wanted.depth + 1)}
         row.update(zip(ids.tolist(), map(_Entry, logprobs.tolist(), ranks), strict=True))

@@ -140,10 +140,10 @@ def _orientation(image: Any) -> int:
     """Return the orientation of EXIF, 1 to 8. Of damaged metadata it is 1; so it is of those behind a PNG's pixels."""
     from PIL import Image
 
-    found = Image.Exif()
+    exif = Image.Exif()
     try:
-        found.load(image.info.get("exif"))
-        value = found.get(_ORIENTATION)
+        exif.load(image.info.get("exif"))
+        value = exif.get(_ORIENTATION)
     except Exception:  # its parser raises many types
         return 1
     return value if isinstance(value, int) and 1 <= value <= _N_ORIENTATIONS else 1

@@ -68,8 +68,8 @@ class ImageProcessor:
             kind = vision.model_type
         if kind not in COMPARED:
             why = _DIFFERENCES.get(kind, "what vLLM computes of them was not compared with transformers")
-            known = f"supported are {', '.join(COMPARED)}"
-            raise ImageError(f"images of a {config.model_type} model are not supported: {why}; {known}")
+            supported = f"supported are {', '.join(COMPARED)}"
+            raise ImageError(f"images of a {config.model_type} model are not supported: {why}; {supported}")
         if kind in _ON_GRIDS and (missing := _unnamed_positions(config)):
             fix = "vLLM computes other positions without it than transformers"
             raise ImageError(f"its config.json has no {missing} in the rope_parameters of text_config: {fix}")
@@ -138,14 +138,14 @@ class ImageProcessor:
     def prepare(self, images: Iterable[EncodedImage]) -> list[Future[Pixels]]:
         """Start to compute the inputs of the tower for each image, unless they are cached. Does not wait."""
         self._trim()
-        found = []
+        futures = []
         for image in images:
             if image.digest not in self._cache:
                 self._cache[image.digest] = self._thread.submit(self._computed, image.data)
                 self._uncounted.append(image.digest)
             self._cache.move_to_end(image.digest)
-            found.append(self._cache[image.digest])
-        return found
+            futures.append(self._cache[image.digest])
+        return futures
 
     def pixels(self, images: Iterable[EncodedImage]) -> list[Pixels]:
         """Return the inputs of the tower for each image. Raises ImageError."""
@@ -172,13 +172,13 @@ class ImageProcessor:
         places = [i for i, token in enumerate(ids) if token == self.token_id]
         if len(places) != len(images):
             raise ImageError(f"the prompt has {len(places)} placeholders for {len(images)} images")
-        parts = list[int]()
-        at = 0
+        pieces = list[int]()
+        start = 0
         for place, image in zip(places, images, strict=True):
             begin, end = self._around
-            parts += [*ids[at:place], *begin, *[self.token_id] * self.n_tokens(image), *end]
-            at = place + 1
-        expanded = [*parts, *ids[at:]]
+            pieces += [*ids[start:place], *begin, *[self.token_id] * self.n_tokens(image), *end]
+            start = place + 1
+        expanded = [*pieces, *ids[start:]]
         self.check(np.array(expanded), images)
         return expanded
 
@@ -188,34 +188,34 @@ class ImageProcessor:
         Images that follow each other without a token between them are one run, and have no positions on grids then.
         """
         is_image = ids == self.token_id
-        found = np.diff(np.flatnonzero(np.diff(is_image, prepend=False, append=False)))[::2].tolist()
+        sizes = np.diff(np.flatnonzero(np.diff(is_image, prepend=False, append=False)))[::2].tolist()
         needed = [self.n_tokens(image) for image in images]
-        runs = [each % self._fixed for each in found] if self._fixed else [1]  # images of one size fill whole runs
-        if found != needed and (any(runs) or sum(found) != sum(needed)):
-            raise ImageError(f"its images have {found} tokens, and this model's processor makes {needed} of them")
+        runs = [size % self._fixed for size in sizes] if self._fixed else [1]  # images of one size fill whole runs
+        if sizes != needed and (any(runs) or sum(sizes) != sum(needed)):
+            raise ImageError(f"its images have {sizes} tokens, and this model's processor makes {needed} of them")
 
     def probe(self) -> list[float]:
         """Return numbers that tell processors apart: sizes, filters and normalization, of three made-up images."""
         numbers: list[float] = []
         for pixels in self.pixels(_made_up()):
             flat = pixels.values.double().flatten().numpy()
-            at = np.linspace(0, len(flat) - 1, 16).astype(np.int64)
+            indices = np.linspace(0, len(flat) - 1, 16).astype(np.int64)
             shape = pixels.values.shape if pixels.grid is None else pixels.grid.flatten().tolist()
-            numbers += [*map(float, shape), float(flat.mean()), float(flat.std()), *flat[at].tolist()]
+            numbers += [*map(float, shape), float(flat.mean()), float(flat.std()), *flat[indices].tolist()]
         return [round(number, 4) for number in numbers]
 
     def _computed(self, data: bytes) -> Pixels:
         start = time.perf_counter()
         try:
-            made = self._processor(images=[decode(data)], return_tensors="pt")
+            output = self._processor(images=[decode(data)], return_tensors="pt")
         except ValueError as error:
             raise error if isinstance(error, ImageError) else ImageError(str(error)) from error
         finally:
             self.busy_s += time.perf_counter() - start
-        values = made["pixel_values"]
+        values = output["pixel_values"]
         if self._size and (values.shape[1:] != (3, self._size, self._size) or (self._fixed and len(values) != 1)):
             raise ImageError(f"its processor makes {[*values.shape]} pixels, and the tower reads {self._size}")
-        return Pixels(values, made.get("image_grid_thw"))
+        return Pixels(values, output.get("image_grid_thw"))
 
     def _trim(self) -> None:
         """Leave out the images that were used the longest time ago, and the errors of those that failed."""
@@ -242,7 +242,7 @@ def _unnamed_positions(config: Any) -> str:
 def _made_up() -> list[EncodedImage]:
     from PIL import Image
 
-    made = []
+    images = []
     for height, width in ((60, 90), (300, 200), (480, 640)):
         y, x = np.mgrid[0:height, 0:width]
         red = 255 * x // width
@@ -250,5 +250,5 @@ def _made_up() -> list[EncodedImage]:
         blue = ((x // 7 + y // 5) % 2 * 160 + (x * y) % 64).astype(np.int64)
         file = io.BytesIO()
         Image.fromarray(np.stack([red, green, blue], -1).astype(np.uint8)).save(file, "PNG", compress_level=1)
-        made.append(EncodedImage(file.getvalue()))
-    return made
+        images.append(EncodedImage(file.getvalue()))
+    return images

@@ -51,23 +51,23 @@ def image_rows(
         ImageError: an image cannot be used.
     """
     places: dict[EncodedImage, int] = {}
-    order = tuple(places.setdefault(image, len(places)) for own in images for image in own)
+    order = tuple(places.setdefault(image, len(places)) for sequence_images in images for image in sequence_images)
     if not places:
         return None
     pixels = processor.pixels(places)
-    grids = [each.grid for each in pixels if each.grid is not None]
+    grids = [image_pixels.grid for image_pixels in pixels if image_pixels.grid is not None]
     positions = None
     if grids:
         positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
-        for (row, columns), own in zip(spans, images, strict=True):
+        for (row, columns), sequence_images in zip(spans, images, strict=True):
             ids = tokens[row, columns]
-            of_own = torch.cat([grids[places[image]] for image in own]) if own else None
+            of_own = torch.cat([grids[places[image]] for image in sequence_images]) if sequence_images else None
             positions[:, row, columns] = sequence_positions(model, ids, of_own, processor.token_id)
     else:
-        starts = [0, *accumulate(len(each.values) for each in pixels)]
+        starts = [0, *accumulate(len(image_pixels.values) for image_pixels in pixels)]
         order = tuple(tile for i in order for tile in range(starts[i], starts[i + 1]))
     return ImageRows(
-        torch.cat([each.values for each in pixels]).to(device),
+        torch.cat([image_pixels.values for image_pixels in pixels]).to(device),
         torch.cat(grids).to(device) if grids else None,
         order,
         None if positions is None else positions.to(device),
@@ -80,8 +80,8 @@ def sequence_positions(model: Any, ids: Tensor, grids: Tensor | None, token_id: 
     if grids is None:
         return torch.arange(len(ids)).expand(3, -1)
     kinds = (ids == token_id).int()[None]
-    found: Tensor = model.base_model.get_rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)[0]
-    return found[:, 0]
+    positions: Tensor = model.base_model.get_rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)[0]
+    return positions[:, 0]
 
 
 def forward_arguments(model: Any, rows: ImageRows) -> dict[str, Any]:

@@ -35,14 +35,14 @@ def image_input(renderer: Any, ids: list[int], images: Sequence[EncodedImage]) -
     names = parse_mm_uuids({"image": [image.digest.hex() for image in images]})
     inputs = ProcessorInputs(ids, items, names, cache=renderer._mm_processor_cache)
     try:
-        made = processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
-        places = processor._find_mm_placeholders(ids, made.prompt_updates)
+        output = processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
+        places = processor._find_mm_placeholders(ids, output.prompt_updates)
         processor._validate_mm_placeholders(places, items.get_all_counts())
     except (ValueError, RuntimeError, AssertionError) as error:
         raise ImageError(f"vLLM's processor does not find its images in the prompt: {error}") from error
-    ranges = {kind: [place.to_range() for place in found] for kind, found in places.items()}
+    ranges = {kind: [place.to_range() for place in of_kind] for kind, of_kind in places.items()}
     n = ids.count(processor.info.get_hf_config().image_token_id)
     # A run that is longer than an image needs has the image's placeholder as its beginning.
-    if (found := sum(each.get_num_embeds() for each in ranges["image"])) != n:
-        raise ImageError(f"the prompt has {n} tokens of images, and vLLM's processor makes {found} of them")
-    return mm_input(prompt_token_ids=ids, mm_kwargs=made.kwargs, mm_hashes=made.hashes, mm_placeholders=ranges)
+    if (n_made := sum(span.get_num_embeds() for span in ranges["image"])) != n:
+        raise ImageError(f"the prompt has {n} tokens of images, and vLLM's processor makes {n_made} of them")
+    return mm_input(prompt_token_ids=ids, mm_kwargs=output.kwargs, mm_hashes=output.hashes, mm_placeholders=ranges)

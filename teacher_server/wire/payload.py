@@ -70,14 +70,14 @@ def check_tokens(token_ids: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(token_ids, dtype="<i4")
 
 
-def mark_own(token_ids: np.ndarray, own: np.ndarray | None) -> np.ndarray:
+def mark_own(token_ids: np.ndarray, is_own: np.ndarray | None) -> np.ndarray:
     """Return ids as they are sent: one without a row as its bitwise complement, a negative number.
 
     Args:
         token_ids: [R] signed integers.
-        own: [R] bool, the ids that have rows; None means all.
+        is_own: [R] bool, the ids that have rows; None means all.
     """
-    return token_ids if own is None else np.where(own, token_ids, ~token_ids)
+    return token_ids if is_own is None else np.where(is_own, token_ids, ~token_ids)
 
 
 def unmarked(token_ids: np.ndarray) -> np.ndarray:
@@ -102,16 +102,16 @@ def unpack_tokens(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray
     return tokens
 
 
-def _check_marks(request: ScoreRequest, own: np.ndarray) -> None:
+def _check_marks(request: ScoreRequest, is_own: np.ndarray) -> None:
     """Raise ProtocolError unless all prompt tokens and `n_own` response tokens are own, at least one of a sequence."""
-    at = 0
+    start = 0
     for n_prompt, n_total in request.sequences:
-        if not own[at : at + n_prompt].all():
+        if not is_own[start : start + n_prompt].all():
             raise ProtocolError("a prompt token is marked as one without a row")
-        if not own[at + n_prompt : at + n_total].any():
+        if not is_own[start + n_prompt : start + n_total].any():
             raise ProtocolError("a sequence has no rows")
-        at += n_total
-    if (n_own := np.count_nonzero(own) - request.prompt_length) != request.n_own:
+        start += n_total
+    if (n_own := np.count_nonzero(is_own) - request.prompt_length) != request.n_own:
         raise ProtocolError(f"{n_own} response tokens have rows, but {request.n_own} in the header")
 
 
@@ -235,10 +235,10 @@ def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> N
 
 def join_planes(planes: Sequence[Plane], frames: Sequence[Buffer]) -> dict[str, np.ndarray]:
     """Join frames into flat arrays; read-only views where a plane is one frame. Call `check_frames` first."""
-    parts: dict[str, list[np.ndarray]] = {plane.name: [] for plane in planes}
+    chunks: dict[str, list[np.ndarray]] = {plane.name: [] for plane in planes}
     for (plane, _, _), frame in zip(_frame_plan(planes), frames, strict=True):
-        parts[plane.name].append(np.frombuffer(frame, plane.dtype))
-    return {name: part[0] if len(part) == 1 else np.concatenate(part) for name, part in parts.items()}
+        chunks[plane.name].append(np.frombuffer(frame, plane.dtype))
+    return {name: part[0] if len(part) == 1 else np.concatenate(part) for name, part in chunks.items()}
 
 
 # Scores
@@ -345,8 +345,8 @@ def given_planes(request: ScoreRequest) -> list[Plane]:
     if request.n_mapped:
         return [*_unit_planes(request.n_mapped), *images]
     n_items = request.n_rows * request.n_given
-    given = [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)] if n_items else []
-    return [*given, *images]
+    planes_of_ids = [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)] if n_items else []
+    return [*planes_of_ids, *images]
 
 
 def pack_images(images: Sequence[bytes]) -> list[memoryview]:
@@ -430,24 +430,24 @@ def given_problem(ids: np.ndarray, n_rows: int, n_vocab: int) -> str:
     return ""
 
 
-def listed_problem(given: np.ndarray, listed: np.ndarray) -> str:
+def listed_problem(given_ids: np.ndarray, listed: np.ndarray) -> str:
     """Return which id of [R, G] given ids its row of [R, K] listed ids lacks; empty means it lacks none."""
     # One flat search: adding a multiple of the row number keeps the sorted rows ascending across rows.
     start = np.arange(len(listed), dtype=np.int64)[:, None] << 32
-    known = (np.sort(listed, axis=1) + start).ravel()
-    wanted = given + start
-    found = known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
-    if found.all():
+    listed_keys = (np.sort(listed, axis=1) + start).ravel()
+    wanted = given_ids + start
+    is_listed = listed_keys[np.minimum(np.searchsorted(listed_keys, wanted), len(listed_keys) - 1)] == wanted
+    if is_listed.all():
         return ""
-    row, column = np.argwhere(~found)[0]
-    return f"row {row} does not list the given id {given[row, column]}"
+    row, column = np.argwhere(~is_listed)[0]
+    return f"row {row} does not list the given id {given_ids[row, column]}"
 
 
 def as_message(reply: ScoreReply, frames: Sequence[Buffer]) -> bytes:
     """Return a reply as bytes: the number of frames and their sizes as little-endian uint32, then the frames."""
-    parts = [replies.encode(reply), *frames]
-    sizes = np.array([len(parts), *(memoryview(part).nbytes for part in parts)], "<u4")
-    return b"".join([sizes.tobytes(), *parts])
+    buffers = [replies.encode(reply), *frames]
+    sizes = np.array([len(buffers), *(memoryview(part).nbytes for part in buffers)], "<u4")
+    return b"".join([sizes.tobytes(), *buffers])
 
 
 def read_messages(body: Buffer) -> list[tuple[ScoreReply, list[Buffer]]]:
@@ -456,7 +456,7 @@ def read_messages(body: Buffer) -> list[tuple[ScoreReply, list[Buffer]]]:
     Raises:
         ProtocolError, ValueError: the body is damaged.
     """
-    found: list[tuple[ScoreReply, list[Buffer]]] = []
+    messages: list[tuple[ScoreReply, list[Buffer]]] = []
     at = 0
     body = memoryview(body)
     while at < body.nbytes:
@@ -467,5 +467,5 @@ def read_messages(body: Buffer) -> list[tuple[ScoreReply, list[Buffer]]]:
         at += sum(sizes)
         header = replies.decode(frames[0])
         if isinstance(header, ScoreReply):
-            found.append((header, [*frames[1:]]))
-    return found
+            messages.append((header, [*frames[1:]]))
+    return messages

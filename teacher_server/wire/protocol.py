@@ -296,7 +296,7 @@ def images_of(request: ScoreRequest, distinct: Sequence[T]) -> list[tuple[T, ...
     """
     if not distinct:
         return [()] * len(request.sequences)
-    return [tuple(distinct[i] for i in own) for own in request.image_indices]
+    return [tuple(distinct[i] for i in indices) for indices in request.image_indices]
 
 
 class InfoRequest(Header, tag="info_request", omit_defaults=True):

@@ -112,9 +112,9 @@ class Rows:
         start = int(ends[index]) - self.n_rows[index]
         n_bad = int(np.searchsorted(bad_rows, ends[index]))
         position = int(bad_rows[0]) - start
-        own = self.own[index] if self.own else None
-        if own is not None:
-            position = int(np.flatnonzero(own)[position])
+        mask = self.own[index] if self.own else None
+        if mask is not None:
+            position = int(np.flatnonzero(mask)[position])
         where = f"{self.names[index]}: response position {position}"
         raise TeacherError(f"{where} ({n_bad} rows): {problem}")
 

@@ -146,13 +146,13 @@ def prompts_of(request: ScoreRequest, tokens: Buffer, images: Sequence[bytes] = 
     """
     view = memoryview(tokens).cast("B")
     prompts = []
-    at = 0
-    for (n_prompt, n_total), own in zip(request.sequences, images_of(request, images), strict=True):
-        ids = view[_TOKEN_BYTES * at : _TOKEN_BYTES * (at + n_prompt)]
-        digest = prompt_digest(ids, own)
-        parent = prompt_digest(ids[:-_TOKEN_BYTES], own) if n_total - n_prompt == 1 else digest
+    start = 0
+    for (n_prompt, n_total), own_images in zip(request.sequences, images_of(request, images), strict=True):
+        ids = view[_TOKEN_BYTES * start : _TOKEN_BYTES * (start + n_prompt)]
+        digest = prompt_digest(ids, own_images)
+        parent = prompt_digest(ids[:-_TOKEN_BYTES], own_images) if n_total - n_prompt == 1 else digest
         prompts.append(Prompt(digest, parent))
-        at += n_total
+        start += n_total
     return tuple(prompts)
 
 

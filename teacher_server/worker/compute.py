@@ -67,19 +67,19 @@ class _Budget:
 
     def add(self, item: WorkItem, limit: float = math.inf) -> bool:
         """Add `item` if all tokens together are at most `limit` then; return whether it was added."""
-        known = item.prompt in self._prompts
-        n_tokens = computed_tokens(item.sequence.prompt_length, item.n_tokens, self._block, known=known)
+        is_known = item.prompt in self._prompts
+        n_tokens = computed_tokens(item.sequence.prompt_length, item.n_tokens, self._block, known=is_known)
         wholes = self._wholes
-        others = self._others
+        shared = self._others
         if n_tokens == item.n_tokens:
             wholes = wholes[0] + 1, max(wholes[1], n_tokens)
         else:
-            others = others[0] + 1, max(others[1], n_tokens)
-        n_padded = wholes[0] * wholes[1] + others[0] * others[1]
+            shared = shared[0] + 1, max(shared[1], n_tokens)
+        n_padded = wholes[0] * wholes[1] + shared[0] * shared[1]
         if (n_padded if self._pads else self._n_tokens + n_tokens) > limit:
             return False
         self._wholes = wholes
-        self._others = others
+        self._others = shared
         self._n_tokens += n_tokens
         self._prompts.add(item.prompt)
         return True
@@ -102,10 +102,10 @@ def take_batch(
     params = waiting[0].request.params
     budget = _Budget(prefix_block, pads)
     budget.add(waiting[0])
-    others = _nearest_first(waiting, together=prefix_block > 0)
+    ordered = _nearest_first(waiting, together=prefix_block > 0)
     batch = [
         waiting[0],
-        *(item for item in others if item.request.params == params and budget.add(item, max_batch_tokens)),
+        *(item for item in ordered if item.request.params == params and budget.add(item, max_batch_tokens)),
     ]
     taken = {id(item) for item in batch}
     waiting[:] = [item for item in waiting if id(item) not in taken]

@@ -89,33 +89,33 @@ def parse_nvidia_smi(listing: str) -> tuple[list[str], dict[str, str]]:
     return ids, uuids
 
 
-def plan_workers(settings: ServerSettings, found: FoundGpus) -> list[WorkerPlan]:
+def plan_workers(settings: ServerSettings, available: FoundGpus) -> list[WorkerPlan]:
     """Return every worker that the server starts, teacher by teacher.
 
     Raises:
         SettingsError: GPUs do not exist, are named twice, or cannot be divided into groups.
     """
     starting = [
-        replace(teacher, device=_device(teacher, found, (teacher.gpus or settings.gpus) is not None))
+        replace(teacher, device=_device(teacher, available, (teacher.gpus or settings.gpus) is not None))
         for teacher in settings.teachers
         if teacher.n_workers != 0
     ]
-    shares = _shares(settings, starting, found)
+    shares = _shares(settings, starting, available)
     plans = [plan for teacher in starting for plan in _groups(teacher, shares[teacher.name])]
-    _check_distinct(plans, found, settings.share_gpus)
+    _check_distinct(plans, available, settings.share_gpus)
     return plans
 
 
-def _device(teacher: TeacherSettings, found: FoundGpus, gpus_chosen: bool) -> str:
+def _device(teacher: TeacherSettings, available: FoundGpus, gpus_chosen: bool) -> str:
     if teacher.device != "auto":
         return teacher.device
-    if gpus_chosen and not found.ids:
+    if gpus_chosen and not available.ids:
         raise SettingsError("--gpus: no GPU found here. Fix: --device cuda if there are GPUs, else --device cpu.")
-    return "cuda" if found.ids else "cpu"
+    return "cuda" if available.ids else "cpu"
 
 
 def _shares(
-    settings: ServerSettings, teachers: Sequence[TeacherSettings], found: FoundGpus
+    settings: ServerSettings, teachers: Sequence[TeacherSettings], available: FoundGpus
 ) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Return {teacher: (its GPUs, whether the settings name them)}."""
     with_own = [teacher for teacher in teachers if teacher.gpus is not None]
@@ -131,7 +131,7 @@ def _shares(
     if not with_own:
         shares = {teacher.name: ((), False) for teacher in teachers}
         receivers = [teacher for teacher in teachers if teacher.device == device]
-        gpus = tuple(settings.gpus) if settings.gpus is not None else found.ids if device == "cuda" else ()
+        gpus = tuple(settings.gpus) if settings.gpus is not None else available.ids if device == "cuda" else ()
         if receivers and len(gpus) % len(receivers):
             raise SettingsError(
                 f"--gpus: {len(gpus)} GPUs cannot be divided evenly among {len(receivers)} teachers. Fix: write `gpus` "
@@ -142,10 +142,10 @@ def _shares(
             shares[teacher.name] = gpus[index * n : (index + 1) * n], settings.gpus is not None
     for teacher in teachers:
         gpus = shares[teacher.name][0]
-        for gpu in gpus if teacher.device == "cuda" and found.source else ():
-            if found.same_as(gpu) not in {found.same_as(other) for other in found.ids}:
-                here = ",".join(found.ids) or "none"
-                raise SettingsError(f"--gpus: GPU {gpu} is not available here ({found.source}: {here}).")
+        for gpu in gpus if teacher.device == "cuda" and available.source else ():
+            if available.same_as(gpu) not in {available.same_as(other) for other in available.ids}:
+                here = ",".join(available.ids) or "none"
+                raise SettingsError(f"--gpus: GPU {gpu} is not available here ({available.source}: {here}).")
     return shares
 
 
@@ -177,20 +177,20 @@ def _groups(teacher: TeacherSettings, share: tuple[tuple[str, ...], bool]) -> li
     return [WorkerPlan(teacher, gpus[index * size : (index + 1) * size]) for index in range(n_workers)]
 
 
-def _check_distinct(plans: Sequence[WorkerPlan], found: FoundGpus, share_gpus: bool) -> None:
+def _check_distinct(plans: Sequence[WorkerPlan], available: FoundGpus, share_gpus: bool) -> None:
     """Raise SettingsError if two model copies share a GPU: one would run out of memory after minutes of loading."""
     holders: dict[str, set[str]] = {}  # device -> teachers
     for plan in plans:
         for gpu in plan.gpus:
-            others = holders.setdefault(found.same_as(gpu), set())
-            if plan.teacher.name in others:
+            names = holders.setdefault(available.same_as(gpu), set())
+            if plan.teacher.name in names:
                 raise SettingsError(f"--gpus: GPU {gpu} is named twice (teacher {plan.teacher.name}).")
-            if others and not share_gpus:
+            if names and not share_gpus:
                 raise SettingsError(
-                    f"GPU {gpu} is assigned to both {', '.join(others)} and {plan.teacher.name}. Fix: choose other "
+                    f"GPU {gpu} is assigned to both {', '.join(names)} and {plan.teacher.name}. Fix: choose other "
                     "`gpus`, or `share_gpus: true` in the --config file and a smaller gpu_memory_utilization."
                 )
-            others.add(plan.teacher.name)
+            names.add(plan.teacher.name)
 
 
 def own_gpus(device: str, labels: Sequence[str], visible: str | None, tensor_parallel_size: int = 1) -> list[Gpu]:

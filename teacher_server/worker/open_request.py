@@ -119,15 +119,15 @@ class UnitMaps:
         if not header.units:
             return None
         sent = unpack_units(header, frames)
-        known = self._known.pop(header.units, None) or (None if sent is None else UnitMap(header.units, sent.copy()))
-        if known is None:
+        unit_map = self._known.pop(header.units, None) or (None if sent is None else UnitMap(header.units, sent.copy()))
+        if unit_map is None:
             raise LookupError("the map of units is not known here")
-        if known.units.max() >= header.n_vocab:  # only a map that is in the message was checked
+        if unit_map.units.max() >= header.n_vocab:  # only a map that is in the message was checked
             raise ProtocolError(f"the map of units has more than {header.n_vocab} units")
-        self._known[header.units] = known
+        self._known[header.units] = unit_map
         if len(self._known) > _MAX_MAPS:
             del self._known[next(iter(self._known))]
-        return known
+        return unit_map
 
 
 def open_request(
@@ -143,30 +143,30 @@ def open_request(
         LookupError: the map of units is not known here, and the request does not have it.
     """
     tokens = unpack_tokens(header, frames[:1])
-    given = unpack_given(header, frames[1:])
+    given_ids = unpack_given(header, frames[1:])
     units = maps.of(header, frames[1:])
-    distinct = [EncodedImage(each.tobytes()) for each in unpack_images(header, frames[1:])]
+    distinct = [EncodedImage(data.tobytes()) for data in unpack_images(header, frames[1:])]
     images = images_of(header, distinct)
     sequences = []
-    at = 0
+    start = 0
     row = 0
     for (n_prompt, n_total), own_images in zip(header.sequences, images, strict=True):
-        marked = tokens[at : at + n_total]
-        ids, own = (unmarked(marked), marked[n_prompt:] >= 0) if header.n_own else (marked, None)
-        sequence = TokenSequence(ids, n_prompt, own=own, images=own_images)
+        marked = tokens[start : start + n_total]
+        ids, is_own = (unmarked(marked), marked[n_prompt:] >= 0) if header.n_own else (marked, None)
+        sequence = TokenSequence(ids, n_prompt, own=is_own, images=own_images)
         rows = slice(row, row := row + sequence.n_rows)
-        sequences.append(sequence if given is None else replace(sequence, given=given[rows]))
-        at += n_total
+        sequences.append(sequence if given_ids is None else replace(sequence, given=given_ids[rows]))
+        start += n_total
     digest = token_digest(tokens, (image.digest for image in chain(*images)))
     return OpenRequest(job, header, digest, now_s, units=units), sequences
 
 
-def _join(parts: Sequence[TopKTable | np.ndarray | RowStream]) -> TopKTable | np.ndarray:
+def _join(results: Sequence[TopKTable | np.ndarray | RowStream]) -> TopKTable | np.ndarray:
     """Join the rows of several sequences; the protocol allows no streams of them."""
-    tables = [part for part in parts if isinstance(part, TopKTable)]
+    tables = [part for part in results if isinstance(part, TopKTable)]
     if tables:
         return TopKTable.join(tables)
-    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+    return np.concatenate([part for part in results if isinstance(part, np.ndarray)])
 
 
 _AT_ONCE = STREAM_WINDOW // 2  # messages per call of the engine, because small matrix products are slow

@@ -107,8 +107,8 @@ def judge_of(path: str, config: Config) -> Judge:
 def _problem_of(function: Callable[..., Any]) -> str:
     """Return why a function cannot judge a response when it is called with `_ARGUMENTS`; empty if it can."""
     names = list(_signature(function).parameters)
-    if others := [name for name in names[:3] if name in _OTHER_FORMS]:
-        return f"its parameter {others[0]} is that of {_OTHER_FORMS[others[0]]}'s form"
+    if foreign := [name for name in names[:3] if name in _OTHER_FORMS]:
+        return f"its parameter {foreign[0]} is that of {_OTHER_FORMS[foreign[0]]}'s form"
     if any(name in names[:3] and names.index(name) != place for place, name in enumerate(_ARGUMENTS)):
         return f"its parameters are {', '.join(names)}, in another order"
     kinds = inspect.isclass, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
@@ -184,9 +184,9 @@ def _math_verify(config: Config) -> Judge:
             raise ValueError(f"math_verify cannot parse the reference answer {answer!r}")
         if case.truncated:
             return 0.0
-        found = parsed(case.response)
+        parsed_answer = parsed(case.response)
         try:
-            return float(verify(expected, found, timeout_seconds=_MATH_S, raise_on_error=True))
+            return float(verify(expected, parsed_answer, timeout_seconds=_MATH_S, raise_on_error=True))
         except TimeoutException as error:
             raise Undecided(LATE) from error
 

@@ -168,10 +168,10 @@ def sequence_of(rollout: Rollout) -> NamedSequence:
 
 def _scores_of(scored: list[Scored]) -> list[TeacherScores]:
     return [
-        TeacherScores(replace(each, sampled=None), each.sampled)
-        if isinstance(each, TopKTable)
-        else TeacherScores(sampled_logprobs=each)
-        for each in scored
+        TeacherScores(replace(table, sampled=None), table.sampled)
+        if isinstance(table, TopKTable)
+        else TeacherScores(sampled_logprobs=table)
+        for table in scored
     ]
 
 

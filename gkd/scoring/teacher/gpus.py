@@ -28,7 +28,7 @@ def teacher_rows(routes: Sequence[Route]) -> tuple[list[RankPlacement], list[Fin
     Waits for at most 5 s per server. A teacher without a server has no workers. Raises ConfigError: wrong keys.
     """
     rows: list[RankPlacement] = []
-    found: list[Finding] = []
+    findings: list[Finding] = []
     servers = {(r.teacher.server_ip, r.teacher.server_port): r for r in routes if r.teacher.backend == "zmq"}
     for (host, port), route in servers.items():
         keys = load_keys(route.teacher.keys)
@@ -39,8 +39,8 @@ def teacher_rows(routes: Sequence[Route]) -> tuple[list[RankPlacement], list[Fin
             problem = f"the teacher's GPUs are unknown: {str(error).partition(' Fix: ')[0]}"
             named = f"{route.key('server_ip')}, {route.key('server_port')} and {route.key('keys')}"
             fix = f"start the teacher server ({server_command(host, port)}), or correct {named}."
-            found.append(Finding(kind="teacher_silent", problem=problem, fix=fix))
-    return rows, found
+            findings.append(Finding(kind="teacher_silent", problem=problem, fix=fix))
+    return rows, findings
 
 
 def _worker_rows(status: ServerStatus, first_rank: int) -> list[RankPlacement]:

@@ -151,9 +151,9 @@ class HttpTeacher:
             check_own(sent, name)
             tokens = [*sent.prompt_ids.tolist(), *sent.response_ids.tolist()]
             topk = "topk" in signals
-            given = sent.top_ids if topk else None
+            top_ids = sent.top_ids if topk else None
             k = self._k if topk else 0
-            asked.append(Asked(name, tokens, len(sent.prompt_ids), k, "sampled" in signals, given, sent.own))
+            asked.append(Asked(name, tokens, len(sent.prompt_ids), k, "sampled" in signals, top_ids, sent.own))
         return self._start(self._score(asked))
 
     def lm_head(self) -> np.ndarray:
@@ -269,7 +269,7 @@ class HttpTeacher:
         )
 
     async def _score(self, asked: Sequence[Asked]) -> list[TeacherScores]:
-        tasks = [asyncio.ensure_future(self._score_one(each)) for each in asked]
+        tasks = [asyncio.ensure_future(self._score_one(request)) for request in asked]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -327,9 +327,9 @@ class HttpTeacher:
         try:
             status, content = await self._exchange("POST", url + path, body)
             if status == 200:
-                found = scores_of(self._teacher.dialect, content, asked, self._n_vocab).sampled_logprobs
-                assert found is not None, "they were requested"
-                moved = float(np.abs(found - probe.logprobs).max())
+                logprobs = scores_of(self._teacher.dialect, content, asked, self._n_vocab).sampled_logprobs
+                assert logprobs is not None, "they were requested"
+                moved = float(np.abs(logprobs - probe.logprobs).max())
                 most = max(_SAME, _MARGIN * probe.noise)
                 if moved > most:
                     problem = f"other weights than at the start: logprobs of its probe moved by {moved:.3g} nats"

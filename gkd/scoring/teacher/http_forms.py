@@ -127,7 +127,7 @@ def scores_of(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> TeacherS
     """
     try:
         ids, *tables = _tables(dialect, body, asked, n_vocab)
-        logprobs, sampled = (np.where(each <= _FLOOR, np.float32(-np.inf), each) for each in tables)
+        logprobs, sampled = (np.where(values <= _FLOOR, np.float32(-np.inf), values) for values in tables)
         table = TopKTable.without_tail(ids, logprobs) if asked.k else None
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise TeacherError(f"{asked.name}: the reply is not in the form of {dialect}: {error}") from error
@@ -146,10 +146,10 @@ def model_of(body: bytes, name: str) -> tuple[str, int | None]:
         ValueError: the server has no model of this name, or has several and no name was given; the text lists the ids.
     """
     models = msgspec.json.decode(body, type=_Models).data
-    found = [model for model in models if (model.id == name if name else model.parent is None)]
-    if len(found) != 1:
+    matches = [model for model in models if (model.id == name if name else model.parent is None)]
+    if len(matches) != 1:
         raise ValueError(f"its models are {', '.join(model.id for model in models[:8]) or 'none'}")
-    return found[0].id, found[0].max_model_len
+    return matches[0].id, matches[0].max_model_len
 
 
 def tokens_of(body: bytes) -> list[int]:
@@ -201,32 +201,32 @@ def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.
     for position in range(1, len(tokens)):
         row = rows[position]
         token = tokens[position]
-        own = None if row is None else row.get(token)
-        if row is None or own is None:
+        sampled = None if row is None else row.get(token)
+        if row is None or sampled is None:
             raise ValueError(f"position {position} does not list its token {token}")
         if position not in kept:
             continue
         top = {entry.rank: (entry.logprob, i) for i, entry in row.items() if 1 <= entry.rank <= k}
-        if len(top) != k or len(row) != k + (own.rank > k):
+        if len(top) != k or len(row) != k + (sampled.rank > k):
             problem = f"position {position} has {len(row)} entries"
             raise ValueError(f"{problem}, expected the ranks 1 to {k} once, and its token")
-        listed.append(((own.logprob, token), [top[rank] for rank in range(1, k + 1)]))
+        listed.append(((sampled.logprob, token), [top[rank] for rank in range(1, k + 1)]))
     return _arrays(listed, k)
 
 
 def _sglang_tables(meta: _Meta, asked: Asked, n_vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    own = meta.input_token_logprobs
+    sampled = meta.input_token_logprobs
     top = meta.input_top_logprobs or []
     listed = []
     expected = asked.tokens[asked.n_prompt - 1 :]
     # SGLang writes 0 in place of the last id of its vocabulary: it takes ids from there on for ids of images.
     written = [0 if token == n_vocab - 1 else token for token in expected]
-    if [token for _, token, _ in own] not in (expected, written):
-        raise ValueError(f"{len(own)} tokens, which are not the {len(expected)} from the end of the prompt on")
+    if [token for _, token, _ in sampled] not in (expected, written):
+        raise ValueError(f"{len(sampled)} tokens, which are not the {len(expected)} from the end of the prompt on")
     if asked.k and len(top) != len(expected):
         raise ValueError(f"{len(top)} lists for {len(expected)} tokens")
     for row in (1 + asked.rows).tolist():
-        logprob = own[row][0]
+        logprob = sampled[row][0]
         token = expected[row]
         entries = top[row] or [] if asked.k else []
         if logprob is None or len(entries) != asked.k:
@@ -245,7 +245,7 @@ def _arrays(
     """Return ids, logprobs and the tokens' own logprobs of rows of (logprob, id) pairs."""
     ids = np.array([[i for _, i in top] for _, top in listed], np.int32).reshape(len(listed), k)
     logprobs = np.array([[value for value, _ in top] for _, top in listed], np.float32).reshape(len(listed), k)
-    return ids, logprobs, np.array([own for (own, _), _ in listed], np.float32)
+    return ids, logprobs, np.array([sampled for (sampled, _), _ in listed], np.float32)
 
 
 def _array(text: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -253,10 +253,10 @@ def _array(text: str, shape: tuple[int, ...]) -> np.ndarray:
     file = io.BytesIO(base64.b64decode(text, validate=True))
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("another version of the .npy format")
-    found, by_column, dtype = np.lib.format.read_array_header_1_0(file)
+    header_shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
     data = file.read()
-    if (found, by_column, dtype) != (shape, False, np.dtype("<f4")) or len(data) != 4 * shape[0] * shape[1]:
-        raise ValueError(f"logprobs of the given ids are {dtype} {found}, expected float32 {shape}")
+    if (header_shape, by_column, dtype) != (shape, False, np.dtype("<f4")) or len(data) != 4 * shape[0] * shape[1]:
+        raise ValueError(f"logprobs of the given ids are {dtype} {header_shape}, expected float32 {shape}")
     return np.frombuffer(data, "<f4").reshape(shape)
 
 
@@ -266,8 +266,8 @@ def _merged(
     """Return K entries per row, descending: the given ids, and the most probable others."""
     if n_others := k - given.shape[1]:
         is_given = (ids[:, :, None] == given[:, None, :]).any(axis=2)
-        others = np.argsort(is_given, axis=1, kind="stable")[:, :n_others]
-        given = np.hstack([given, np.take_along_axis(ids, others, axis=1)])
-        given_logprobs = np.hstack([given_logprobs, np.take_along_axis(logprobs, others, axis=1)])
+        top_others = np.argsort(is_given, axis=1, kind="stable")[:, :n_others]
+        given = np.hstack([given, np.take_along_axis(ids, top_others, axis=1)])
+        given_logprobs = np.hstack([given_logprobs, np.take_along_axis(logprobs, top_others, axis=1)])
     order = np.argsort(-given_logprobs, axis=1, kind="stable")
     return np.take_along_axis(given, order, axis=1), np.take_along_axis(given_logprobs, order, axis=1), sampled

@@ -96,7 +96,7 @@ def evaluations(run: Run) -> list[Evaluation]:
 
 def read_evaluation(step: int, file: Path, texts: TokenTexts, *, is_first: bool) -> Evaluation:
     """Return the groups of one file of token_losses/. Raises CheckpointError: it is damaged or empty."""
-    found = Evaluation(step, texts, is_first)
+    result = Evaluation(step, texts, is_first)
     kind_of = functools.cache(lambda token: kind(texts.token(token)))
     missing: dict[str, None] = {} if texts.file else {"no tokenizer at model.path: kinds are those of ids": None}
     records = list(json_lines(file))
@@ -104,52 +104,52 @@ def read_evaluation(step: int, file: Path, texts: TokenTexts, *, is_first: bool)
         raise CheckpointError(f"{file}: no complete line; wait until the evaluation is written, or delete the file")
     for number, record in enumerate(records, start=1):
         try:
-            _add(found, record, kind_of, missing)
+            _add(result, record, kind_of, missing)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             problem = f"{file}: line {number} is not a record of tokens ({type(error).__name__}: {error})"
             raise CheckpointError(f"{problem}; delete the file, or restore it") from error
-    found.missing = list(missing)
-    return found
+    result.missing = list(missing)
+    return result
 
 
-def _add(found: Evaluation, record: dict[str, Any], kind_of: Callable[[int], str], missing: dict[str, None]) -> None:
+def _add(result: Evaluation, record: dict[str, Any], kind_of: Callable[[int], str], missing: dict[str, None]) -> None:
     ids = record["response_ids"]
     values = record["values"]
     choices = record.get("choices") or ()
     observed = set(record.get("observed") or ())
-    own = [i for i in range(len(ids)) if i not in observed]
+    positions = [i for i in range(len(ids)) if i not in observed]
     name = next(name for name in (*COLORS, None) if name is None or name in values)
     if name is None:
         raise ValueError("no number of the loss")
-    found.number = COLORS[name]
+    result.number = COLORS[name]
     if name != "token_kl":
         missing[f"no distribution of the teacher: {COLORS[name]} instead of the KL, which may be negative"] = None
     if not choices:
         missing["no choices of the teacher: agreement is unknown"] = None
     if "ended" not in values:
         missing["no `ended` in the records: end tokens count by their text"] = None
-    ends = values.get("ended") or [0.0] * len(own)
-    entropies = values.get("student_entropy") or [math.inf] * len(own)
-    paired = values.get("paired") or [1.0] * len(own)
+    ends = values.get("ended") or [0.0] * len(positions)
+    entropies = values.get("student_entropy") or [math.inf] * len(positions)
+    paired = values.get("paired") or [1.0] * len(positions)
     if not all(paired):
         missing["tokens without a pair are left out (teacher.tokenizer)"] = None
-    rows = zip(own, values[name], ends, entropies, choices or [()] * len(own), paired, strict=True)
-    found.n_observed += len(observed)
-    found.groups["observation"].n += len(observed)
+    rows = zip(positions, values[name], ends, entropies, choices or [()] * len(positions), paired, strict=True)
+    result.n_observed += len(observed)
+    result.groups["observation"].n += len(observed)
     for i, kl, ended, entropy, listed, has_pair in rows:
         if not has_pair:
             continue
         if kl is None:
-            found.n_skipped += 1
+            result.n_skipped += 1
             continue
-        found.kl += kl
-        found.n += 1
+        result.kl += kl
+        result.n += 1
         names = ["end token" if ended else kind_of(ids[i]), TENTHS[10 * i // len(ids)]]
         if listed:
             entropy = math.inf if entropy is None else entropy
             names.append(student_choice(listed, entropy)[0])
         for name in names:
-            group = found.groups[name]
+            group = result.groups[name]
             group.kl += kl
             group.n += 1
             group.by_token[ids[i]] += kl
@@ -176,9 +176,9 @@ def rows(runs: Sequence[Sequence[Evaluation]]) -> list[list[str]]:
     table = [[*head, "largest"] if single else head]
     for what, names in GROUPS.items():
         for name in names:
-            if not any(found[-1].groups[name].n or found[0].groups[name].n for found in runs):
+            if not any(history[-1].groups[name].n or history[0].groups[name].n for history in runs):
                 continue
-            cells = [cell for found in runs for cell in _cells(found, name)]
+            cells = [cell for history in runs for cell in _cells(history, name)]
             if single:
                 last = runs[0][-1]
                 largest = last.groups[name].by_token.most_common(N_LARGEST)
@@ -187,19 +187,19 @@ def rows(runs: Sequence[Sequence[Evaluation]]) -> list[list[str]]:
     return table
 
 
-def _cells(found: Sequence[Evaluation], name: str) -> list[str]:
-    share, tokens = found[-1].shares(name)
-    change = f"{share - found[0].shares(name)[0]:+.1%}" if len(found) > 1 else "-"
+def _cells(history: Sequence[Evaluation], name: str) -> list[str]:
+    share, tokens = history[-1].shares(name)
+    change = f"{share - history[0].shares(name)[0]:+.1%}" if len(history) > 1 else "-"
     return ["-", f"{tokens:.1%}", "-"] if name == "observation" else [f"{share:.1%}", f"{tokens:.1%}", change]
 
 
-def sentence(found: Sequence[Evaluation]) -> str:
+def sentence(history: Sequence[Evaluation]) -> str:
     """Return the line above the table: what stands out in the last and in the first evaluation, and the mean KL.
 
     A student learns not to be sure of what its teacher denies, so a fault may stand out in the first one alone.
     """
-    last = found[-1]
-    means = ", ".join(f"{one.kl / max(one.n, 1):.4f} at step {one.step}" for one in found)
-    findings = ". ".join(f"step {one.step}: {one.finding() or 'no group stands out'}" for one in reversed(found))
+    last = history[-1]
+    means = ", ".join(f"{one.kl / max(one.n, 1):.4f} at step {one.step}" for one in history)
+    findings = ". ".join(f"step {one.step}: {one.finding() or 'no group stands out'}" for one in reversed(history))
     skipped = f"; {last.n_skipped} tokens with an infinite one left out" if last.n_skipped else ""
     return f"{findings}. {last.number}: {means} nats a token; {last.n} tokens{skipped}"

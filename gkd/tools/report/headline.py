@@ -42,7 +42,7 @@ def headline(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def alarms(run: Run) -> list[dict[str, Any]]:
     """Return key, number of steps, first and last step, likely cause and what to change of each health alarm."""
-    found = []
+    active = []
     checks = {PREFIX + check.name: check for check in CHECKS}
     for key, curve in run.curves.items():
         if key.startswith(PREFIX):
@@ -50,8 +50,8 @@ def alarms(run: Run) -> list[dict[str, Any]]:
             if steps:
                 check = checks.get(key)  # None: of another version
                 advice = {"cause": check.cause, "change": check.change.replace("`", "")} if check else {}
-                found.append({"key": key, "n": len(steps), "first": steps[0], "last": steps[-1], **advice})
-    return found
+                active.append({"key": key, "n": len(steps), "first": steps[0], "last": steps[-1], **advice})
+    return active
 
 
 def _steps(run: Run) -> dict[str, str]:
@@ -65,8 +65,8 @@ def _steps(run: Run) -> dict[str, str]:
     last = run.curves.get("time/unix_s")
     if last is None or not last.values[-1]:
         return _cell(text, "", "in progress or killed")
-    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last.values[-1]))
-    return _cell(text, "", f"in progress or killed; last line {at}")
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last.values[-1]))
+    return _cell(text, "", f"in progress or killed; last line {written}")
 
 
 def _change(run: Run, key: str, larger_is_better: bool | None = None) -> dict[str, str]:
@@ -100,8 +100,8 @@ def _bottleneck(run: Run) -> dict[str, str]:
 def _alarms(run: Run) -> dict[str, str]:
     if not any(key.startswith(PREFIX) for key in run.curves):
         return _cell("-", "", "no health/ keys in metrics.jsonl")
-    found = alarms(run)
-    return _cell("none") if not found else _cell(", ".join(one["key"] for one in found), "worse")
+    raised = alarms(run)
+    return _cell("none") if not raised else _cell(", ".join(one["key"] for one in raised), "worse")
 
 
 def _duration(seconds: float) -> str:

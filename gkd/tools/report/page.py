@@ -138,8 +138,8 @@ def _where(run: Run) -> dict[str, Any] | None:
     """Return the table of `gkd where` with the lines above it; None: the run has kept no tokens."""
     if not run.step_files("token_losses"):
         return None
-    found = groups.evaluations(run)
-    return {"lines": [groups.sentence(found), *found[-1].missing], "rows": groups.rows([found])}
+    evaluated = groups.evaluations(run)
+    return {"lines": [groups.sentence(evaluated), *evaluated[-1].missing], "rows": groups.rows([evaluated])}
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -344,8 +344,8 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for name in sorted(names, key=lambda name: name in _PLACES):
         values = [shown(run.settings[name]) if name in run.settings else "(no such key)" for run in runs]
         if len(set(values)) > 1:
-            known = all_keys().get(name)
-            rows.append({"key": name, "values": values, "help": known.help if known else ""})
+            key = all_keys().get(name)
+            rows.append({"key": name, "values": values, "help": key.help if key else ""})
     return rows
 
 
@@ -382,7 +382,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(inner) for inner in value]
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     return value

@@ -47,15 +47,15 @@ class Run:
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:
         """All keys of metrics.jsonl, in the order in which they first occur."""
-        found: dict[str, tuple[list[int], list[float | None]]] = {}
+        columns_of_key: dict[str, tuple[list[int], list[float | None]]] = {}
         for line in self.lines:
             step = int(line["step"] or 0)
             for key, value in line.items():
                 if key != "step":
-                    steps, values = found.setdefault(key, ([], []))
+                    steps, values = columns_of_key.setdefault(key, ([], []))
                     steps.append(step)
                     values.append(value)
-        return {key: Curve(*columns) for key, columns in found.items()}
+        return {key: Curve(*columns) for key, columns in columns_of_key.items()}
 
     def finite(self, key: str) -> list[float]:
         """Return the finite values of a key; none for a key that no line has."""
@@ -81,14 +81,14 @@ class Run:
 
     def step_files(self, folder: str) -> dict[int, Path]:
         """Return step -> file of samples/ or token_losses/, ascending."""
-        found = {int(m[1]): file for file in (self.root / folder).glob("*") if (m := _STEP_FILE.fullmatch(file.name))}
-        return dict(sorted(found.items()))
+        files = {int(m[1]): file for file in (self.root / folder).glob("*") if (m := _STEP_FILE.fullmatch(file.name))}
+        return dict(sorted(files.items()))
 
 
 def folder_state(root: Path) -> list[tuple[int, int]]:
     """Return time and size of every file and folder that the page is made of, to compare."""
-    found = [path for name in WATCHED for path in [root / name, *sorted((root / name).glob("*"))]]
-    stats = [path.stat() for path in found if path.exists()]
+    paths = [path for name in WATCHED for path in [root / name, *sorted((root / name).glob("*"))]]
+    stats = [path.stat() for path in paths if path.exists()]
     return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
 
 

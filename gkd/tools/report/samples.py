@@ -103,10 +103,10 @@ class Thumbnails:
 @lru_cache(maxsize=1024)  # --watch makes the page again and again
 def _thumbnail(file: Path) -> str:
     image = decode(file.read_bytes())
-    made = io.BytesIO()
+    webp = io.BytesIO()
     image.thumbnail((SIDE, SIDE))
-    image.save(made, "WEBP")
-    return f"data:image/webp;base64,{base64.b64encode(made.getvalue()).decode()}"
+    image.save(webp, "WEBP")
+    return f"data:image/webp;base64,{base64.b64encode(webp.getvalue()).decode()}"
 
 
 def evenly(steps: Sequence[int], most: int) -> list[int]:
@@ -145,7 +145,7 @@ def browser(run: Run, n_runs: int = 1) -> dict[str, Any]:
 
 def _responses(file: Path, texts: TokenTexts, images: Thumbnails, used: set[int]) -> dict[str, dict[str, Any]]:
     """Return the responses of one evaluation by prompt and sample; adds the ids of their tokens to `used`."""
-    found: dict[str, dict[str, Any]] = {}
+    responses: dict[str, dict[str, Any]] = {}
     for record in _first(file, MAX_RESPONSES, ("prompt_id", "sample_index", "response_ids", "values")):
         ids = record["response_ids"][:MAX_TOKENS]
         values = record["values"]
@@ -155,7 +155,7 @@ def _responses(file: Path, texts: TokenTexts, images: Thumbnails, used: set[int]
         choices = _spread([[(token, round(p, 4), round(q, 4)) for token, p, q in row] for row in rows], own, ids)
         used.update(ids, (one[0] for row in choices for one in row or ()))
         color = next((name for name in COLORS if name in values), None)
-        found[f"{record['prompt_id']}/{record['sample_index']}"] = {
+        responses[f"{record['prompt_id']}/{record['sample_index']}"] = {
             "prompt": _prompt(record, texts, images) if "prompt_ids" in record else None,
             "ids": ids,
             "n_tokens": len(record["response_ids"]),
@@ -166,17 +166,17 @@ def _responses(file: Path, texts: TokenTexts, images: Thumbnails, used: set[int]
             "entropy": _spread([_short(value) for value in values.get("student_entropy", ())[: len(own)]], own, ids),
             "choices": choices,
         }
-    return found
+    return responses
 
 
-def _spread(rows: Sequence[T], own: Sequence[int], ids: Sequence[int]) -> list[T | None]:
+def _spread(rows: Sequence[T], positions: Sequence[int], ids: Sequence[int]) -> list[T | None]:
     """Return the rows of own tokens at the places of their tokens; nothing without rows.
 
     Args:
-        own: positions of the own tokens.
+        positions: positions of the own tokens.
         ids: all tokens.
     """
-    placed = dict(zip(own, rows, strict=False))
+    placed = dict(zip(positions, rows, strict=False))
     return [placed.get(i) for i in range(len(ids))] if rows else []
 
 
@@ -202,13 +202,13 @@ def _changes(first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) ->
 
 def _word_diff(before: str, after: str) -> list[tuple[str, str]]:
     old, new = (re.findall(r"\s*\S+|\s+", text) for text in (before, after))
-    parts: list[tuple[str, str]] = []
+    pieces: list[tuple[str, str]] = []
     for kind, i, j, k, n in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind == "equal":
-            parts.append(("", "".join(old[i:j])))
+            pieces.append(("", "".join(old[i:j])))
         else:
-            parts += [each for each in (("del", "".join(old[i:j])), ("ins", "".join(new[k:n]))) if each[1]]
-    return parts
+            pieces += [piece for piece in (("del", "".join(old[i:j])), ("ins", "".join(new[k:n]))) if piece[1]]
+    return pieces
 
 
 def _first(file: Path, n: int, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -228,13 +228,13 @@ def _prompt(record: dict[str, Any], texts: TokenTexts, images: Thumbnails) -> st
         return _end(record.get("prompt") or texts.text(ids))
     runs = [(is_image, [*run]) for is_image, run in groupby(ids, lambda token: token == texts.image_token)]
     size = len(ids) if sum(i for i, _ in runs) == len(names) else max(ids.count(texts.image_token) // len(names), 1)
-    parts = list[Any]()
+    pieces = list[Any]()
     at = 0
     for is_image, run in runs:
         n = is_image * max(len(run) // size, 1)
-        parts.append(images.mark(names[at : at + n], at + 1, f": {len(run)} tokens") if n else _end(texts.text(run)))
+        pieces.append(images.mark(names[at : at + n], at + 1, f": {len(run)} tokens") if n else _end(texts.text(run)))
         at += n
-    return [*parts, images.mark(names[at:], at + 1, "")] if at < len(names) else parts  # without a tokenizer
+    return [*pieces, images.mark(names[at:], at + 1, "")] if at < len(names) else pieces  # without a tokenizer
 
 
 def _end(text: str) -> str:
