@@ -113,7 +113,7 @@ def _wait_for_parents_end(fd: int, parent: int, folder: str) -> None:
         pass
     _kill_started(os.getpid(), os.environ.get(_MARK, ""), spare=os.getpid())
     if folder:  # a process of its own removes it: this one may still write to it until its end
-        # dash knows no `--` of kill. Processes that are killed may write for a moment.
+        # The kill of dash has no `--`. Processes that are killed may write for a moment.
         script = 'kill -9 "-$0"; for i in 1 2 3 4 5; do rm -rf -- "$1" && break; sleep 0.2; done'
         command = ["sh", "-c", script, str(os.getpid()), folder]
         with contextlib.suppress(OSError):
