@@ -12,6 +12,7 @@ from teacher_server.client.generate import AnswerSettings, NamedPrompt
 from teacher_server.engines.base import Writing
 from teacher_server.errors import TeacherRefusal
 from tests.service.conftest import TINY_VOCAB, TRIVIAL_VOCAB
+from tests.service.engine_host import VOCAB, save_engine_model
 from tests.service.harness import ServerProcess, connect, random_rollouts, score
 from tests.service.trivial_engine import STEP_S, trivial_answer
 
@@ -71,16 +72,17 @@ def test_what_no_engine_can_write_is_refused(tiny_server: ServerProcess, trivial
         assert len(teacher.generate([short], settings()).result(60)) == 3
 
 
-def test_vllm_writes_reproducible_answers(tiny_model: Path, tmp_path: Path) -> None:
+def test_vllm_writes_reproducible_answers(tmp_path: Path) -> None:
     """Fails if equal seeds give other answers, samples are copies of one another, a greedy answer is not the most
     probable one, or scores after answers differ from those before.
     """
+    model = save_engine_model(tmp_path / "model")
     options = ("--engine", "vllm", "--dtype", "float32", "--max-tokens", "128")
-    sampled, greedy = settings(n_vocab=TINY_VOCAB), settings(n=1, temperature=0.0, top_p=1.0, n_vocab=TINY_VOCAB)
-    rollouts = random_rollouts(3, TINY_VOCAB)
-    with ServerProcess(tiny_model, tmp_path, options=options) as server, connect(server.port) as teacher:
+    sampled, greedy = settings(n_vocab=VOCAB - 9), settings(n=1, temperature=0.0, top_p=1.0, n_vocab=VOCAB - 9)
+    rollouts = random_rollouts(3, VOCAB)
+    with ServerProcess(model, tmp_path, options=options) as server, connect(server.port) as teacher:
         before = dict(score(teacher, rollouts))
-        asked = prompts(4, TINY_VOCAB)
+        asked = prompts(4, VOCAB)
         first, second, best = (teacher.generate(asked, how).result(120) for how in (sampled, sampled, greedy))
         after = dict(score(teacher, rollouts))
         (alone,) = teacher.generate(asked[2:3], greedy).result(120)
