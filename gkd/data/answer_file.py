@@ -1,7 +1,7 @@
 """Write answers to prompts as JSONL, so that a second start goes on after an interruption at any place.
 
-Beside the file is FILE.progress: the settings that made the answers, the prompts that are answered, and the bytes of
-their rows. It is replaced after each prompt. What the file has behind these bytes is cut off at the next start.
+FILE.progress has the settings that made the answers, the number of answered prompts, and the bytes of their rows. It
+is replaced after each prompt. What the file has behind these bytes is cut off at the next start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AnswerFile:
         other = f"name another file, or remove it and {self._progress.name}."
         if not file.parent.is_dir():
             raise ConfigError(OPTION, str(file), "its folder does not exist.", f"create {file.parent}.")
-        self.n_prompts = 0  # that are answered
+        self.n_prompts = 0  # number of answered prompts
         n_bytes = 0
         if self._progress.exists():
             stored = json.loads(self._progress.read_text())

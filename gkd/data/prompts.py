@@ -64,7 +64,7 @@ _ASKS = {  # meaning of a column that is not read -> what it asks for, and the f
 
 
 def ids_column(response_key: str) -> str:
-    """Return the column that has the token ids of the responses, as `gkd generate` writes it beside their texts."""
+    """Return the column that has the token ids of the responses, as `gkd generate` writes it."""
     return f"{response_key}_ids"
 
 

@@ -231,7 +231,7 @@ class _Progress:
         self._began_s = self._reported_s = time.monotonic()
 
     def add(self, n_tokens: int) -> None:
-        """Add a prompt, whose answers have so many tokens."""
+        """Add a prompt, whose answers have `n_tokens` tokens together."""
         self.n_done += 1
         self.n_tokens += n_tokens
         now_s = time.monotonic()

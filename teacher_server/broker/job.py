@@ -59,7 +59,7 @@ class Job:
     @property
     def n_tokens(self) -> int:
         if isinstance(self.request, GenerateRequest):
-            return sum(self.request.lengths)  # those of the prompts: how long the answers get is not known
+            return sum(self.request.lengths)  # the answers' lengths are not known yet
         return self.request.total_length if isinstance(self.request, ScoreRequest) else 1
 
     @property

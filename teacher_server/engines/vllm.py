@@ -261,7 +261,7 @@ class VllmEngine:
                     self._engine.add_request(str(self._serial), {"prompt_token_ids": prompt.tolist()}, sampling)
                     places[str(self._serial)] = len(places)
             while len(answers) < len(places):
-                self._has_failed = True  # as in `_prefill`
+                self._has_failed = True  # `_prefill` gives the reason
                 outputs = self._engine.step()
                 self._has_failed = False
                 for output in outputs:

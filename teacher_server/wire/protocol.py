@@ -280,15 +280,15 @@ class GenerateRequest(Header, tag="generate"):
     request_id: Id
     teacher: Name
     lengths: Annotated[list[Length], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]  # tokens of each prompt
-    seeds: Annotated[list[Count], msgspec.Meta(max_length=MAX_SEQUENCES)]  # of each prompt: equal seeds, equal answers
+    seeds: Annotated[list[Count], msgspec.Meta(max_length=MAX_SEQUENCES)]  # one for each prompt
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
     temperature: float  # 0: the most probable token
     top_p: float
-    max_tokens: Length  # of an answer, with the id that ends it
+    max_tokens: Length  # limit of an answer, with the id that ends it
     n_vocab: Rows  # only ids below it are written
     stop_ids: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]  # each ends an answer
     deadline_s: float
-    checksum: Checksum  # of the frame
+    checksum: Checksum  # checksum of the frame
 
     def __post_init__(self) -> None:
         check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, top_p=self.top_p)
@@ -395,7 +395,7 @@ class GenerateReply(Header, tag="answers"):
     """The answers to a `GenerateRequest`: all of one prompt after the other. The frame holds their ids, int32."""
 
     request_id: Id
-    token_digest: Id  # of the prompts
+    token_digest: Id  # digest of the prompts
     model_fingerprint: Name
     worker: Name
     lengths: Annotated[list[Length], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]

@@ -45,7 +45,7 @@ def test_answers_are_those_of_their_prompts(trivial_server: ServerProcess) -> No
 
 
 def test_a_cancelled_request_frees_the_worker(trivial_server: ServerProcess) -> None:
-    """Fails if a worker goes on for minutes with answers that nobody waits for, or scores nothing after a cancel."""
+    """Fails if a worker continues a cancelled request, or scores nothing after a cancel."""
     long = settings(n=1, max_tokens=4000)
     with connect(trivial_server.port) as teacher:
         started_s = time.monotonic()
