@@ -41,8 +41,8 @@ def check_generation(config: Config) -> GenerationPlan:
         ConfigError: naming key, value and fix: also for a teacher, or rows, that `gkd generate` does not support.
         TeacherUnavailable: the teacher server does not reply.
     """
-    check_config(config)
     check_supported(config)
+    check_config(config)
     (route,) = config.derived.routes
     check_reachable(route)
     config = chosen(with_local_copies(config.with_values(pinned_names(config)), (*MODELS, *FILES)))
