@@ -25,6 +25,11 @@ COMMANDS = {
         "--model Qwen/Qwen2.5-7B-Instruct --gpus 4,5,6,7",
     ),
     "score": ("gkd.tools.score", "score dataset responses once, to train without a teacher", "--config mine.yaml"),
+    "generate": (
+        "gkd.tools.generate",
+        "let the teacher write answers to prompts, to train on them",
+        "--config mine.yaml --data prompts.jsonl --out answers.jsonl",
+    ),
     "check": ("gkd.tools.check", "list every mistake that can be found without a start", "--config mine.yaml"),
     "check-gpus": ("gkd.tools.check_gpus", "report which rank is on which GPU", "--config mine.yaml"),
     "memory": ("gkd.tools.memory", "predict the memory of each rank", "--config mine.yaml --gpu-gib 80"),

@@ -38,11 +38,11 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 59_300,
-    "files": 339,
+    "lines": 60_215,
+    "files": 345,
     "assignments of tuples": 15,  # `a, b = x, y`: two statements in one line
     "config_keys": 163,
-    "lines of tests": 70_260,
+    "lines of tests": 70_525,
     "lines of benches": 6_610,
     "lines of results": 8_000,
     "lines of the longest result": 200,

@@ -65,6 +65,11 @@ _ASKS = {  # meaning of a column that is not read -> what it asks for, and the f
 }
 
 
+def ids_column(response_key: str) -> str:
+    """Return the column that has the token ids of the responses, as `gkd generate` writes it."""
+    return f"{response_key}_ids"
+
+
 def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a local model folder; never accesses a hub.
 
@@ -265,6 +270,8 @@ class RowReader:
         self._routes = RowRoutes(teacher, config.teacher_key)
         self._views = TeacherPrompts(config, teacher.prompt_template)
         self._used = {config.prompt_key, config.response_key, config.answer_key, config.teacher_key, config.tools_key}
+        if config.response_key:
+            self._used.add(ids_column(config.response_key))
         self._used |= {config.teacher_prompt_key, config.messages_key, config.images_key} | self._views.columns
 
     def reads(self, column: str) -> bool:
@@ -362,14 +369,19 @@ class RowReader:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
         R <= data.max_response_length. The response is what stands in data.messages_key behind the prompt, or else the
-        column's text, or with an empty `data.response_key` the last message of the prompt. A longer response is
-        truncated and then has no end-of-sequence token. Raises ConfigError: the row has none that can be used.
+        column's text (its ids, if the row has the column `ids_column`), or with an empty `data.response_key` the last
+        message of the prompt. A longer response is truncated and then has no end-of-sequence token. Raises ConfigError:
+        the row has none that can be used.
         """
         if self._ends is None:
             return None, None
         if self.config.messages_key:
             return self._responses.read(read.prompt, read.turns, where)
-        answer = said("assistant", self._answer(read, row, where))
+        text = self._answer(read, row, where)
+        key = self.config.response_key
+        if key and (ids := row.get(ids_column(key))) is not None:
+            return self._responses.read_ids(ids, row[key], where, ids_column(key)), None
+        answer = said("assistant", text)
         return self._responses.read(read.prompt, [(answer, True)], where)[0], None
 
     def _answer(self, read: ReadRow, row: Row, where: str) -> str:

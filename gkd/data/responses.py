@@ -78,6 +78,25 @@ class ResponseReader:
         n = int(np.flatnonzero(own_mask)[-1]) + 1
         return response[:n], own_mask[:n]
 
+    def read_ids(self, value: Any, text: Any, where: str, column: str) -> np.ndarray:
+        """Return a response whose ids stand in a row, [R] int32, R <= the limit: nothing is tokenized.
+
+        Raises:
+            ConfigError: they are not ids of this tokenizer, have an end token before their end, or stand for another
+                text than the row has.
+        """
+        n_vocab = len(self._tokenizer)
+        if not (isinstance(value, list) and value and all(type(i) is int and 0 <= i < n_vocab for i in value)):
+            problem = f"{where} has {quoted(value)}, expected a list of token ids below {n_vocab}."
+        elif any(i in self._ends for i in value[:-1]):
+            problem = f"{where} has an end-of-sequence token before the end of its ids."
+        elif (written := answer_text(self._tokenizer, value, self._ends)) != text:
+            problem = f"the ids of {where} stand for {quoted(written)}, and its text is {quoted(text)}."
+        else:
+            return np.asarray(value, np.int32)[: self._limit]
+        fix = "correct the row, or remove or rename the column: then the text is tokenized."
+        raise ConfigError(self._setting[0], column, problem, fix)
+
     def log(self) -> None:
         """Warn about answers that never end the thoughts that their prompt begins."""
         for tag, ended in sorted(self._thoughts.items()):
@@ -160,6 +179,13 @@ class ResponseReader:
         ends = (tail[tag.start() :] for tag in TAG.finditer(tail))
         ended = next((end for end in ends if text.startswith(end)), "")
         return ended or ("<think>" if tail.endswith("</think>") and text.startswith("<think>") else "")
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> str:
+    """Return the text of a response, with special tokens, but without the end token at its end."""
+    own = ids[:-1] if ids[-1] in ends else ids
+    text: str = tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 class AnswerTexts:

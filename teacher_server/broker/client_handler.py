@@ -14,6 +14,7 @@ from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.broker.worker_registry import WorkerRegistry
+from teacher_server.wire.answers import unpack_prompts
 from teacher_server.wire.payload import check_frames, given_planes, unpack_images, unpack_tokens
 from teacher_server.wire.protocol import (
     ID_BYTES,
@@ -21,6 +22,7 @@ from teacher_server.wire.protocol import (
     Cancel,
     DrainReply,
     DrainRequest,
+    GenerateRequest,
     HeadRequest,
     InfoRequest,
     Ping,
@@ -31,12 +33,11 @@ from teacher_server.wire.protocol import (
     StatusRequest,
     Work,
     image_digest,
-    images_of,
     requests,
     token_digest,
 )
 from teacher_server.wire.status import encode_status
-from teacher_server.wire.worker_protocol import JobCancel, JobReceived, Prompt, prompts_of
+from teacher_server.wire.worker_protocol import JobCancel, JobReceived, Prompt, images_of, prompts_of
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class ClientHandler:
                 self._pong(client)
                 return
             request_id = message.request_id
-            if isinstance(message, ScoreRequest | HeadRequest):
+            if isinstance(message, ScoreRequest | HeadRequest | GenerateRequest):
                 self._submit(client, message, frames)
             elif isinstance(message, Received):
                 self._received(client, message)
@@ -101,6 +102,8 @@ class ClientHandler:
             ]
             digest = token_digest(frames[1].buffer, chain(*images_of(request, distinct)))
             prompts = prompts_of(request, frames[1].buffer, distinct)
+        elif isinstance(request, GenerateRequest):
+            digest = token_digest(unpack_prompts(request, [frame.buffer for frame in frames[1:]]))
         elif len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames with a request that has none")
         teacher = self._teachers.resolve(request.teacher)

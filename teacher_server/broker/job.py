@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from teacher_server.wire.answers import unpack_answers
 from teacher_server.wire.payload import check_reply, check_scores
 from teacher_server.wire.protocol import (
     Buffer,
     ErrorReply,
+    GenerateReply,
+    GenerateRequest,
     HeadRequest,
     Id,
     ProtocolError,
@@ -55,21 +58,27 @@ class Job:
 
     @property
     def n_tokens(self) -> int:
+        if isinstance(self.request, GenerateRequest):
+            return sum(self.request.lengths)  # the answers' lengths are not known yet
         return self.request.total_length if isinstance(self.request, ScoreRequest) else 1
 
     @property
     def sequences(self) -> Sequence[tuple[int, int]]:
-        """Return (P, P + R) of each sequence; empty for the LM head."""
+        """Return (P, P + R) of each sequence to score."""
         return self.request.sequences if isinstance(self.request, ScoreRequest) else ()
 
     @property
     def longest(self) -> int:
         """Return the tokens of its longest sequence."""
+        if isinstance(self.request, GenerateRequest):
+            return max(self.request.lengths) + self.request.max_tokens
         return self.request.longest if isinstance(self.request, ScoreRequest) else 1
 
     @property
     def is_stream(self) -> bool:
-        return not isinstance(self.request, ScoreRequest) or self.request.signal in ("logits", "hidden")
+        if isinstance(self.request, ScoreRequest):
+            return self.request.signal in ("logits", "hidden")
+        return isinstance(self.request, HeadRequest)
 
 
 @dataclass(slots=True)
@@ -126,7 +135,7 @@ _WORKER_ERRORS = ("engine", "bad_request", "damaged", "deadline", "units")
 
 def check_worker_reply(
     job: Job, hello: WorkerHello, reply: ServerMessage, frames: Sequence[Buffer], *, final: bool
-) -> ScoreReply | RowsReply | ErrorReply:
+) -> ScoreReply | RowsReply | GenerateReply | ErrorReply:
     """Return `reply` if it is a valid reply of worker `hello` to `job`. Updates the job's position in its stream.
 
     Args:
@@ -142,12 +151,17 @@ def check_worker_reply(
         if reply.code not in _WORKER_ERRORS or not final or frames:
             raise ProtocolError(f"error code {reply.code!r} is not allowed in this message of a worker")
         return reply
-    if not isinstance(reply, ScoreReply | RowsReply):
+    if not isinstance(reply, ScoreReply | RowsReply | GenerateReply):
         raise ProtocolError(f"{type(reply).__name__} is not a valid reply of a worker")
     _same("request_id", reply.request_id, job.request.request_id)
     _same("token_digest", reply.token_digest, job.digest)
     _same("model_fingerprint", reply.model_fingerprint, hello.model_fingerprint)
     _same("worker", reply.worker, hello.name)
+    if isinstance(reply, GenerateReply):
+        if not isinstance(job.request, GenerateRequest) or not final:
+            raise ProtocolError("answers that were not requested, or in a part of a stream")
+        unpack_answers(job.request, reply, frames)
+        return reply
     if isinstance(reply, ScoreReply):
         _check_scores(job, reply)
         if not final:
@@ -174,6 +188,8 @@ def _check_scores(job: Job, reply: ScoreReply) -> None:
 
 def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) -> None:
     request = job.request
+    if isinstance(request, GenerateRequest):
+        raise ProtocolError("rows as the reply to a request for answers")
     if isinstance(request, HeadRequest):
         signal = "head"
         n_rows = hello.vocab_size

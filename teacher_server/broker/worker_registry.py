@@ -17,6 +17,7 @@ from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.wire.protocol import (
     ErrorReply,
+    GenerateReply,
     ProtocolError,
     RowsReply,
     ScoreRequest,
@@ -212,7 +213,8 @@ class WorkerRegistry:
             self._queue.complete(identity, job.job_id)
             self._queue.record_completed(identity, job, checked.queue_s, checked.compute_s)
             self._board.n_answered += 1
-            self._metrics.completed(job.teacher, checked.signal, _n_scored(job), checked.queue_s, checked.compute_s)
+            signal = "generate" if isinstance(checked, GenerateReply) else checked.signal
+            self._metrics.completed(job.teacher, signal, _n_scored(job), checked.queue_s, checked.compute_s)
         self._outbox.to_client(job.client, frames)
 
     def _on_error(self, identity: bytes, job: Job, error: ErrorReply, frames: list[zmq.Frame]) -> None:

@@ -27,6 +27,7 @@ from teacher_server.wire.protocol import (
     NO_REQUEST,
     Cancel,
     ErrorReply,
+    GenerateReply,
     InfoReply,
     Pong,
     ProtocolError,
@@ -291,7 +292,7 @@ class Client:
             if isinstance(reply, ErrorReply):
                 self._retry_or_raise(request, reply)
                 return
-            if isinstance(reply, ScoreReply | RowsReply | InfoReply):
+            if isinstance(reply, ScoreReply | RowsReply | GenerateReply | InfoReply):
                 self._check_model(reply)
             result = request.accept(reply, frames, self._clock.now_s)
             if request.receipt is not None:
@@ -342,7 +343,7 @@ class Client:
             self._renew_id(request)
         self._schedule_resend(request, _RETRY_S)
 
-    def _check_model(self, reply: ScoreReply | RowsReply | InfoReply) -> None:
+    def _check_model(self, reply: ScoreReply | RowsReply | GenerateReply | InfoReply) -> None:
         if self._fingerprint is None:
             return
         served = reply.model_fingerprint

@@ -37,6 +37,8 @@ from teacher_server.wire.protocol import (
     ID_BYTES,
     MAX_ID,
     Buffer,
+    GenerateReply,
+    GenerateRequest,
     HeadRequest,
     InfoReply,
     InfoRequest,
@@ -60,7 +62,7 @@ from teacher_server.wire.table import MASS_SLACK, Rows, TopKTable, check_logprob
 
 _SHORT_RESEND_S = 1.0  # resend time of requests that need no worker
 _MAX_SENT = 3  # sends of a stream's request under one id while no stream has started
-RequestHeader = ScoreRequest | HeadRequest | InfoRequest | StatusRequest
+RequestHeader = ScoreRequest | HeadRequest | GenerateRequest | InfoRequest | StatusRequest
 Scored = TopKTable | np.ndarray  # one sequence's scores; an array has the logprobs of its response tokens
 
 
@@ -132,7 +134,7 @@ class RequestSettings:
         n_rows = sum(sequence.n_rows for sequence in sequences)
         n_own = n_rows if n_rows < sum(len(sequence.response_ids) for sequence in sequences) else 0
         lengths = [(len(s.prompt_ids), len(s.prompt_ids) + len(s.response_ids)) for s in sequences]
-        with _refusals_of(_together([sequence.name for sequence in sequences])):
+        with refusals_of(_together([sequence.name for sequence in sequences])):
             tokens = check_tokens(np.concatenate([ids for s in sequences for ids in (s.prompt_ids, s.response_ids)]))
             if n_own:
                 marked = [ids for s in sequences for ids in (s.prompt_ids, mark_own(s.response_ids, s.own))]
@@ -171,7 +173,7 @@ class RequestSettings:
         """Return the given ids of all sequences, [M, G]. Raises TeacherError."""
         id_arrays = []
         for sequence in sequences:
-            with _refusals_of(sequence.name):
+            with refusals_of(sequence.name):
                 if sequence.given is None:
                     raise ProtocolError("it has no top_ids, and others of its request have")
                 if problem := given_problem(sequence.given, sequence.n_rows, self.n_vocab or MAX_ID + 1):
@@ -181,7 +183,7 @@ class RequestSettings:
 
     def head(self) -> RequestMessage:
         """Request the LM head. Raises TeacherError as `score`."""
-        with _refusals_of("the LM head"):
+        with refusals_of("the LM head"):
             header = HeadRequest(
                 request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=self._deadline_s
             )
@@ -198,7 +200,7 @@ def _together(names: Sequence[str]) -> str:
 
 
 @contextmanager
-def _refusals_of(name: str) -> Iterator[None]:
+def refusals_of(name: str) -> Iterator[None]:
     """Raise errors of the protocol as TeacherError with the request's name."""
     try:
         yield
@@ -219,7 +221,7 @@ class Request:
         self.resend_s = message.resend_s
         self.future: Future[Any] = Future()
         self._message = message
-        with _refusals_of(self.name):
+        with refusals_of(self.name):
             self.frames: list[Buffer] = [requests.encode(message.header), *message.frames]
         self.receipt: Received | None = None  # what the client has to send to the server after `accept`
         self.due_s = 0.0  # next time to send it, on the client's clock
@@ -256,7 +258,7 @@ class Request:
         self.header = msgspec.structs.replace(self.header, request_id=os.urandom(ID_BYTES))
         self.frames[0] = requests.encode(self.header)
 
-    def _check_source(self, reply: ScoreReply | RowsReply) -> None:
+    def _check_source(self, reply: ScoreReply | RowsReply | GenerateReply) -> None:
         """Raise ProtocolError on a token digest mismatch or a missing worker name."""
         if reply.token_digest != self._message.digest:
             raise ProtocolError(f"the reply of worker {reply.worker!r} has another token digest")

@@ -7,9 +7,9 @@ H hidden size, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -100,6 +100,18 @@ class RowStream(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How to write answers: `teacher_server.wire.protocol.GenerateRequest` describes the fields."""
+
+    n: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+    n_vocab: int
+    stop_ids: tuple[int, ...]
+
+
 # topk: TopKTable; sampled: [M] float32; logits and hidden: a RowStream.
 Scores = TopKTable | np.ndarray | RowStream
 
@@ -109,7 +121,7 @@ class Engine(Protocol):
 
     One that computes a common prompt once for the sequences of a batch also has the attribute `prefix_block`, an int,
     and one that pads no sequence `pads = False`; see the functions of these names. One that computes
-    `ScoreParams.units` has `sums_units = True`.
+    `ScoreParams.units` has `sums_units = True`. One that writes answers has the method `generate` of `Writer`.
     """
 
     name: str  # "hf", "vllm", or a name of your own
@@ -133,6 +145,25 @@ class Engine(Protocol):
 
     def lm_head(self, wire: Wire) -> RowStream:
         """Return the [V, H] matrix that maps hidden states to logits. Requires `has_plain_head`."""
+        ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """An engine that writes answers."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], writing: Writing
+    ) -> Generator[list[np.ndarray] | None]:
+        """Yield None after each step, and at the end all answers: `n` of one prompt after the other.
+
+        An answer has [R] int32 ids, R <= `max_tokens`. It ends with its first stop id, if it has one. Equal seeds give
+        equal answers. Closing the generator stops the generation.
+
+        Args:
+            prompts: [P] int32 each.
+            seeds: of each prompt; answer i has the seed + i.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig
 
 from teacher_server.engines import vllm_process
-from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence, Writing
 from teacher_server.engines.signals import row_dtype
 from teacher_server.errors import ServerError
 from teacher_server.vision.processor import ImageProcessor
@@ -193,8 +193,7 @@ class VllmEngine:
         engine = self._engine
         running = set()
         row = 0
-        if self._has_failed and not engine.reset_prefix_cache():
-            raise RuntimeError("vllm: blocks of a failed batch are still in use, so the prefix cache cannot be emptied")
+        self._forget_failed()
         self._has_failed = True  # vLLM lists a block as cached when it schedules it, also if the step fails
         try:
             for sequence in batch:
@@ -222,6 +221,60 @@ class VllmEngine:
         finally:
             if running:  # a step failed: remove its requests from the scheduler
                 engine.abort_request(list(running))
+
+    def _forget_failed(self) -> None:
+        """Empty the prefix cache after a failed step. Raises RuntimeError: a block is still in use."""
+        if self._has_failed and not self._engine.reset_prefix_cache():
+            raise RuntimeError("vllm: blocks of a failed batch are still in use, so the prefix cache cannot be emptied")
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], writing: Writing
+    ) -> Generator[list[np.ndarray] | None]:
+        """See `Writer.generate`. vLLM runs all answers at once, at most `MAX_SEQUENCES` of them in one step."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
+        from vllm.sampling_params import RequestOutputKind
+
+        from teacher_server.engines.vllm_extension import ROW_RANGES
+
+        self._call("teacher_begin", 0)
+        self._forget_failed()
+        places: dict[str, int] = {}
+        answers: dict[int, np.ndarray] = {}
+        masked = range(writing.n_vocab, self.vocab_size)
+        try:
+            for prompt, seed in zip(prompts, seeds, strict=True):
+                for sample in range(writing.n):
+                    self._serial += 1
+                    sampling = SamplingParams(
+                        temperature=writing.temperature,
+                        top_p=writing.top_p,
+                        max_tokens=writing.max_tokens,
+                        seed=seed + sample,
+                        stop_token_ids=list(writing.stop_ids),
+                        logit_bias=dict.fromkeys(masked, -100.0) or None,
+                        ignore_eos=True,  # the stop ids are used instead
+                        detokenize=False,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                        extra_args={ROW_RANGES: []},
+                    )
+                    self._engine.add_request(str(self._serial), {"prompt_token_ids": prompt.tolist()}, sampling)
+                    places[str(self._serial)] = len(places)
+            while len(answers) < len(places):
+                self._has_failed = True  # `_prefill` gives the reason
+                outputs = self._engine.step()
+                self._has_failed = False
+                for output in outputs:
+                    if output.finished:
+                        answers[places[output.request_id]] = np.asarray(output.outputs[0].token_ids, np.int32)
+                yield None
+            yield [answers[i] for i in range(len(places))]
+        except (AssertionError, VLLMError) as error:
+            raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
+        finally:
+            unfinished = [request_id for request_id, place in places.items() if place not in answers]
+            if unfinished:
+                self._engine.abort_request(unfinished)
 
     def lm_head(self, wire: Wire) -> RowStream:
         """See `Engine.lm_head`."""

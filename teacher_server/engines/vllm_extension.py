@@ -278,9 +278,11 @@ class _Beginning:
     """A request that ends with the first row that it needs. vLLM looks for all of its tokens but the last."""
 
     def __init__(self, request: Any) -> None:
-        first = RowRange(*request.sampling_params.extra_args[ROW_RANGES][0]).position
+        ranges = request.sampling_params.extra_args[ROW_RANGES]
         self._request = request
-        self.num_tokens = min(request.num_tokens, first + 1)
+        self.num_tokens = request.num_tokens  # a request for an answer needs no rows
+        if ranges:
+            self.num_tokens = min(request.num_tokens, RowRange(*ranges[0]).position + 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

@@ -9,6 +9,7 @@ of every frame, so a damaged message is an error and never gives wrong numbers.
     ScoreRequest  [header, token ids, ...]   ScoreReply  [header, planes...]     topk, sampled: one message
                                              RowsReply   [header, rows] ...      logits, hidden: a stream,
     HeadRequest   [header]                                                       and the LM head
+    GenerateRequest [header, token ids]      GenerateReply [header, token ids]   answers that the teacher writes
     Received      [header]                   (continues the stream)
     Cancel        [header]
     InfoRequest   [header]                   InfoReply   [header]
@@ -26,7 +27,7 @@ Letters: P prompt tokens, R response tokens, M of them have rows, K top-k entrie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -51,7 +52,6 @@ class Header(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 M = TypeVar("M", bound=Header)
-T = TypeVar("T")
 
 # Exceptions that msgspec may raise on hostile bytes; bad UTF-8 raises a plain UnicodeDecodeError.
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError, RecursionError)
@@ -274,6 +274,30 @@ class HeadRequest(Header, tag="head_request", kw_only=True):
         check_seconds(deadline_s=self.deadline_s)
 
 
+class GenerateRequest(Header, tag="generate"):
+    """Write `n` answers to each prompt. The frame holds the token ids of one prompt after the other, int32."""
+
+    request_id: Id
+    teacher: Name
+    lengths: Annotated[list[Length], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]  # tokens of each prompt
+    seeds: Annotated[list[Count], msgspec.Meta(max_length=MAX_SEQUENCES)]  # one for each prompt
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
+    temperature: float  # 0: the most probable token
+    top_p: float
+    max_tokens: Length  # limit of an answer, with the id that ends it
+    n_vocab: Rows  # only ids below it are written
+    stop_ids: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]  # each ends an answer
+    deadline_s: float
+    checksum: Checksum  # checksum of the frame
+
+    def __post_init__(self) -> None:
+        check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, top_p=self.top_p)
+        if len(self.seeds) != len(self.lengths) or not 0 < self.top_p <= 1:
+            raise ValueError(f"{len(self.seeds)} seeds for {len(self.lengths)} prompts, top_p = {self.top_p}")
+        if max(sum(self.lengths), len(self.lengths) * self.n * self.max_tokens) > MAX_TOKENS:
+            raise ValueError(f"its prompts, or its answers, may have more than {MAX_TOKENS} tokens together")
+
+
 class Received(Header, tag="received"):
     """`n_messages` of the stream `stream_id` have arrived; up to `STREAM_WINDOW` more may be sent."""
 
@@ -286,17 +310,6 @@ class Cancel(Header, tag="cancel"):
     """Drop a request. There is no reply."""
 
     request_id: Id
-
-
-def images_of(request: ScoreRequest, distinct: Sequence[T]) -> list[tuple[T, ...]]:
-    """Return the images of each sequence of a request.
-
-    Args:
-        distinct: something of each distinct image.
-    """
-    if not distinct:
-        return [()] * len(request.sequences)
-    return [tuple(distinct[i] for i in indices) for indices in request.image_indices]
 
 
 class InfoRequest(Header, tag="info_request", omit_defaults=True):
@@ -378,6 +391,22 @@ class RowsReply(Header, tag="rows"):
             raise ValueError(f"rows {self.start} to {self.stop} of {self.n_rows}")
 
 
+class GenerateReply(Header, tag="answers"):
+    """The answers to a `GenerateRequest`: all of one prompt after the other. The frame holds their ids, int32."""
+
+    request_id: Id
+    token_digest: Id  # digest of the prompts
+    model_fingerprint: Name
+    worker: Name
+    lengths: Annotated[list[Length], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+    checksum: Checksum
+    queue_s: float
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
+
+
 class ErrorReply(Header, tag="error", omit_defaults=True):
     """The request failed. Send it again after busy, draining, deadline, damaged, and units; other codes are final."""
 
@@ -436,11 +465,11 @@ class Pong(Header, tag="pong"):
     draining: bool = False
 
 
-Work = ScoreRequest | HeadRequest
+Work = ScoreRequest | HeadRequest | GenerateRequest
 ClientMessage = (
-    ScoreRequest | HeadRequest | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
+    ScoreRequest | HeadRequest | GenerateRequest | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
 )  # fmt: skip
-ServerMessage = ScoreReply | RowsReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
+ServerMessage = ScoreReply | RowsReply | GenerateReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
 requests: Codec[ClientMessage] = Codec(ClientMessage)
 replies: Codec[ServerMessage] = Codec(ServerMessage)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,7 +31,6 @@ from teacher_server.wire.protocol import (
     Text,
     check_seconds,
     checksum,
-    images_of,
 )
 from teacher_server.wire.status import Gpu
 
@@ -121,6 +120,7 @@ to_worker: Codec[BrokerMessage] = Codec(BrokerMessage)
 
 
 _TOKEN_BYTES = 4
+T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
@@ -135,6 +135,17 @@ class Prompt(NamedTuple):
 def prompt_digest(ids: Buffer, images: Sequence[bytes]) -> int:
     """Return the digest of a prompt's token ids and of its images' digests: two images of one size have equal ids."""
     return checksum(b"".join([checksum(ids).to_bytes(8, "little"), *images])) if images else checksum(ids)
+
+
+def images_of(request: ScoreRequest, distinct: Sequence[T]) -> list[tuple[T, ...]]:
+    """Return the images of each sequence of a request.
+
+    Args:
+        distinct: something of each distinct image.
+    """
+    if not distinct:
+        return [()] * len(request.sequences)
+    return [tuple(distinct[i] for i in own) for own in request.image_indices]
 
 
 def prompts_of(request: ScoreRequest, tokens: Buffer, images: Sequence[bytes] = ()) -> tuple[Prompt, ...]:

@@ -16,12 +16,22 @@ from functools import partial
 import numpy as np
 import zmq
 
-from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, pads, prefix_block, request_problem
+from teacher_server.engines.base import (
+    Engine,
+    RowStream,
+    Scores,
+    TokenSequence,
+    Writer,
+    pads,
+    prefix_block,
+    request_problem,
+)
 from teacher_server.wire.payload import rows_per_message
 from teacher_server.wire.protocol import (
     ID_BYTES,
     ErrorCode,
     ErrorReply,
+    GenerateRequest,
     HeadRequest,
     ProtocolError,
     RowsReply,
@@ -33,6 +43,7 @@ from teacher_server.wire.protocol import (
 from teacher_server.wire.table import TopKTable
 from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived, computed_tokens, prompt_digest
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
+from teacher_server.worker.open_generation import OpenGeneration, generation_problem, open_generation
 from teacher_server.worker.open_request import OpenRequest, OpenStream, UnitMaps, open_request
 
 
@@ -156,31 +167,46 @@ class Worker:
         self._pads = pads(engine)
         self._waiting: list[WorkItem] = []
         self._streams: dict[bytes, OpenStream] = {}  # job_id -> open stream
+        self._generations: list[OpenGeneration] = []  # they wait until nothing is to score
+        self._generating = b""  # job_id of the one that runs; empty: none, or it was cancelled
         self._unit_maps = UnitMaps()
         self._n_runtime_errors = self._n_nans = 0
 
     def run(self) -> str:
         """Serve until the link ends. Returns the reason, empty after a drain."""
         while True:
-            busy = bool(self._waiting) or any(stream.may_send for stream in self._streams.values())
-            while not busy or not self._link.inbox.empty():
-                try:
-                    event = self._link.inbox.get(timeout=_POLL_S if self._streams else None)
-                except queue.Empty:
-                    break
-                if isinstance(event, End):
-                    return event.reason
-                self._on_event(event)
-                busy = True
-            now_s = time.monotonic()
-            for job_id in [job_id for job_id, stream in self._streams.items() if stream.deadline_s < now_s]:
-                log.warning("closed the stream of job %s: no receipt before its deadline", job_id.hex())
-                self._close(job_id)
-            for stream in [stream for stream in self._streams.values() if stream.may_send]:
-                self._send_rows(stream)
-            if self._waiting:
+            may_send = any(stream.may_send for stream in self._streams.values())
+            end = self._take_events(busy=bool(self._waiting or self._generations) or may_send)
+            self._send_streams()
+            if end is None and self._waiting:
                 batch = take_batch(self._waiting, self._max_batch_tokens, self._prefix_block, pads=self._pads)
                 self._score(batch)
+            elif end is None and self._generations:
+                end = self._generate(self._generations.pop(0))
+            if end is not None:
+                return end.reason
+
+    def _take_events(self, *, busy: bool) -> End | None:
+        """Process the events of the link that have arrived; unless `busy` wait for one. Returns the end of the link."""
+        while not busy or not self._link.inbox.empty():
+            try:
+                event = self._link.inbox.get(timeout=_POLL_S if self._streams else None)
+            except queue.Empty:
+                break
+            if isinstance(event, End):
+                return event
+            self._on_event(event)
+            busy = True
+        return None
+
+    def _send_streams(self) -> None:
+        """Send what the open streams may send, and close those without receipts."""
+        now_s = time.monotonic()
+        for job_id in [job_id for job_id, stream in self._streams.items() if stream.deadline_s < now_s]:
+            log.warning("closed the stream of job %s: no receipt before its deadline", job_id.hex())
+            self._close(job_id)
+        for stream in [stream for stream in self._streams.values() if stream.may_send]:
+            self._send_rows(stream)
 
     # Events of the link
 
@@ -194,9 +220,14 @@ class Worker:
                 stream.deadline_s = time.monotonic() + stream.timeout_s
         elif isinstance(event, JobCancel):
             self._waiting = [item for item in self._waiting if item.request.job.job_id != event.job_id]
+            self._generations = [opened for opened in self._generations if opened.job.job_id != event.job_id]
+            if self._generating == event.job_id:
+                self._generating = b""
             self._close(event.job_id)
         elif isinstance(event, NewConnection):
             self._waiting.clear()
+            self._generations.clear()
+            self._generating = b""
             for job_id in list(self._streams):
                 self._close(job_id)
 
@@ -205,13 +236,16 @@ class Worker:
         now_s = time.monotonic()
         try:
             request = requests.decode(frames[0].buffer)
-            if not isinstance(request, ScoreRequest | HeadRequest):
+            if not isinstance(request, ScoreRequest | HeadRequest | GenerateRequest):
                 raise ProtocolError(f"{type(request).__name__} is not work")
             request_id = request.request_id
             if isinstance(request, HeadRequest):
                 self._open_head(job, request)
                 return
             buffers = [frame.buffer for frame in frames[1:]]
+            if isinstance(request, GenerateRequest):
+                self._accept_generation(open_generation(job, request, buffers, now_s))
+                return
             opened, sequences = open_request(job, request, buffers, now_s, self._unit_maps)
         except LookupError as error:
             self._refuse(job.job_id, request_id, "units", str(error))
@@ -279,6 +313,46 @@ class Worker:
         request.refused = True
         self._waiting = [other for other in self._waiting if other.request is not request]
         self._refuse(request.job.job_id, request.header.request_id, code, text, item.index)
+
+    # Answers
+
+    def _accept_generation(self, opened: OpenGeneration) -> None:
+        if problem := generation_problem(self._engine, opened):
+            text, index = problem
+            self._refuse(opened.job.job_id, opened.header.request_id, "bad_request", text, index)
+            return
+        self._generations.append(opened)
+
+    def _generate(self, opened: OpenGeneration) -> End | None:
+        """Write the answers of a request and send them, unless it is cancelled. Returns the end of the link."""
+        assert isinstance(self._engine, Writer), "checked in `_accept_generation`"
+        job_id = opened.job.job_id
+        self._generating = job_id
+        started_s = time.monotonic()
+        steps = self._engine.generate(opened.prompts, opened.header.seeds, opened.writing)
+        try:
+            answers: list[np.ndarray] | None = None
+            while answers is None:
+                with self._link.computing():
+                    answers = next(steps)
+                if end := self._take_events(busy=True):
+                    return end
+                if not self._generating:
+                    return None
+                self._send_streams()
+        except _ENGINE_ERRORS as error:
+            log.exception("engine failed while it wrote answers")
+            self._refuse(job_id, opened.header.request_id, "engine", _described(error))
+            self._count(error)
+            return None
+        finally:
+            steps.close()
+            self._generating = b""
+        self._n_runtime_errors = self._n_nans = 0
+        ended_s = time.monotonic()
+        make = partial(opened.reply, answers, self._model_fingerprint, self._name, started_s, ended_s)
+        self._link.send_reply(job_id, make)
+        return None
 
     # Streams
 

@@ -32,12 +32,11 @@ from teacher_server.wire.protocol import (
     ScoreReply,
     ScoreRequest,
     checksum,
-    images_of,
     replies,
     token_digest,
 )
 from teacher_server.wire.table import TopKTable
-from teacher_server.wire.worker_protocol import Assignment
+from teacher_server.wire.worker_protocol import Assignment, images_of
 
 _MAX_MAPS = 16  # 600 kB each for 150k tokens
 

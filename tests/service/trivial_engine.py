@@ -11,17 +11,19 @@ Letters: P prompt tokens, R response tokens, K top-k entries, G given ids, V voc
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence, Writing
 from teacher_server.engines.load import EngineSettings
 from teacher_server.wire.protocol import RowDtype, Wire
 from teacher_server.wire.table import NO_ID, TopKTable
 
 HIDDEN_SIZE = 8
+STEP_S = 0.005  # of an answer
 _RATIO = 0.75  # ratio of the probabilities of two consecutive entries
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _POSITION_HASHES = np.arange(1 << 20, dtype=np.uint64) * _MIX  # one for each position of the longest sequence
@@ -110,6 +112,14 @@ def trivial_head(vocab_size: int) -> np.ndarray:
     return (np.arange(vocab_size * HIDDEN_SIZE) % 256).astype(np.float32).reshape(vocab_size, HIDDEN_SIZE)
 
 
+def trivial_answer(prompt: np.ndarray, seed: int, writing: Writing) -> np.ndarray:
+    """Return the answer that `TrivialEngine` writes, [R] int32: a function of prompt and seed."""
+    rng = np.random.default_rng([seed, *prompt.tolist()])
+    ids = rng.integers(0, writing.n_vocab, writing.max_tokens).astype(np.int32)
+    ends = np.flatnonzero(np.isin(ids, writing.stop_ids))
+    return ids[: int(ends[0]) + 1] if len(ends) else ids
+
+
 def _spread(given: np.ndarray, sequence: TokenSequence) -> np.ndarray:
     """Return [R, G] with the given ids at the rows that they are for, and any at the others."""
     spread = np.repeat(given[:1], sequence.n_response, axis=0)
@@ -175,6 +185,19 @@ class TrivialEngine:
             return whole[rows[start:stop] - first]
 
         return _ArrayStream(logits, len(rows), n_vocab, params.wire)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], writing: Writing
+    ) -> Generator[list[np.ndarray] | None]:
+        """See `Writer.generate`. A step takes `STEP_S`, and each answer gets one token in it."""
+        for _ in range(writing.max_tokens):
+            time.sleep(STEP_S)
+            yield None
+        yield [
+            trivial_answer(prompt, seed + i, writing)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for i in range(writing.n)
+        ]
 
     def lm_head(self, wire: Wire) -> RowStream:
         """See `Engine.lm_head`."""

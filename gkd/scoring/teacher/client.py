@@ -24,6 +24,7 @@ from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.client.client import Advice, Client, ClientStats, OnScored
 from teacher_server.client.connection import Connection
+from teacher_server.client.generate import AnswerSettings, GenerateCall, NamedPrompt
 from teacher_server.client.outage import OutageClock
 from teacher_server.client.requests import InfoCall, MatrixCall, NamedSequence, RequestSettings, ScoreCall, Scored
 from teacher_server.errors import ServerError
@@ -146,6 +147,15 @@ class ZmqTeacher:
             n_columns = (self._info or self.info()).hidden_size
         shape = (sequences[0].n_rows, n_columns)
         return self._client.submit(MatrixCall(message, shape, partial(_rows_of, signal), dtype))
+
+    def generate(self, prompts: Sequence[NamedPrompt], settings: AnswerSettings) -> Future[list[np.ndarray]]:
+        """Let the teacher write answers: [R] int32 each, those of one prompt after the other. Blocks as `submit`.
+
+        Raises TeacherError: a value exceeds the limits of the protocol. The future raises TeacherRefusal, too, if the
+        server's engine writes no answers.
+        """
+        teacher = self._settings.teacher
+        return self._client.submit(GenerateCall(prompts, settings, teacher=teacher, resend_s=self._settings.resend_s))
 
     def lm_head(self) -> np.ndarray:
         """See `Teacher.lm_head`."""

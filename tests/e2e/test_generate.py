@@ -1,0 +1,150 @@
+"""`gkd generate`: a teacher writes answers, is interrupted and goes on, and a run reads their very ids."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config.load import load_config
+from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
+from gkd.errors import ConfigError
+from gkd.preflight.generation import check_generation
+from tests.e2e.conftest import EOS, Lab
+from tests.processes import wait_until
+from tests.service.harness import ServerProcess
+from tests.unit.judging_functions import checksum
+
+pytestmark = pytest.mark.e2e
+N = 64  # answers to each prompt: 4 prompts a request
+STOP_IDS = list(range(2, 202))  # so that some answers of a random model end
+
+
+@pytest.fixture(scope="module")
+def writer_port(lab: Lab) -> Iterator[int]:
+    """Serve the teacher with an engine that writes answers."""
+    with ServerProcess(lab.teacher, lab.root, options=("--engine", "vllm", "--dtype", "float32")) as server:
+        yield server.port
+
+
+def settings(lab: Lab, port: int, *words: str) -> list[str]:
+    """Return the settings of a run whose responses have up to 40 tokens."""
+    ends = ("data.max_response_length=40", f"rollout.stop_token_ids={STOP_IDS}")
+    return [*lab.command(lab.root / "unused", port)[5:], *ends, *words]
+
+
+def command(lab: Lab, port: int, out: Path, *words: str) -> list[str]:
+    data = lab.root / "twelve.jsonl"
+    data.write_text("".join(lab.train.read_text().splitlines(keepends=True)[:12]))
+    tool = [sys.executable, "-m", "gkd.cli", "generate", "--data", str(data), "--out", str(out)]
+    return [*tool, *settings(lab, port), *words]
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def sources_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows without responses."""
+    return [{name: value for name, value in row.items() if not name.startswith("response")} for row in rows]
+
+
+def test_answers_go_on_after_an_interruption(lab: Lab, writer_port: int, tmp_path: Path) -> None:
+    """Fails if an interruption or a cut line loses, repeats or changes answers, or leaves a traceback; if answers of
+    other settings come into the file; or if the file is read with other ids than the teacher wrote.
+    """
+    out = tmp_path / "answers.jsonl"
+    words = command(lab, writer_port, out, "-n", str(N))
+    running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (out.exists() and out.stat().st_size > 0) or running.poll() is not None, 120.0, "answers")
+    running.send_signal(signal.SIGINT)
+    _, text = running.communicate(timeout=60)
+    assert running.returncode == 130 and "Traceback" not in text, text[-3000:]
+    kept = out.read_bytes()
+    assert 0 < kept.count(b"\n") < 12 * N
+    out.write_bytes(kept + b'{"prompt": "w5')  # as a kill in the middle of a line leaves it
+
+    done = run(words)
+    assert done.returncode == 0 and "answered" in done.stderr, done.stderr[-3000:]
+    assert out.read_bytes().startswith(kept)
+    rows = rows_of(out)
+    prompts = sources_of(rows_of(lab.root / "twelve.jsonl"))
+    order = [prompts.index(row) for row in sources_of(rows)]
+    assert order == sorted(order) and set(order) == set(range(12))
+    assert 11 * N < len(rows) <= 12 * N  # without those that have an end alone
+    assert len({row["response"] for row in rows}) > 11 * N
+
+    again = run(words)
+    assert again.returncode == 0 and "0 of 12 prompts are to answer" in again.stderr and rows_of(out) == rows
+    other = run([*words, "--top-p", "0.5"])
+    assert other.returncode == 2 and "--top-p = 1.0, not 0.5" in other.stderr and rows_of(out) == rows
+
+    config = load_config(None, settings(lab, writer_port, f"data.train_files=[{out}]"))
+    tokenizer = load_tokenizer(str(lab.student), "model.path")
+    reader = RowReader(config.data, tokenizer, response_ends=[EOS, *STOP_IDS])
+    read, _ = load_prompts(config.data.train_files, "data.train_files", reader)
+    assert [prompt.response_ids.tolist() for prompt in read if prompt.response_ids is not None] == [
+        row["response_ids"] for row in rows
+    ]
+    ends = {row["response_ids"][-1] in (EOS, *STOP_IDS) for row in rows}
+    assert ends == {True, False}, "some answers end, and others are cut off without an end token"
+
+
+def test_only_judged_answers_are_kept(lab: Lab, writer_port: int, tmp_path: Path) -> None:
+    """Fails if --keep keeps what its function refuses, or loses what it keeps; or if an answer depends on it."""
+    every, judged = tmp_path / "every.jsonl", tmp_path / "judged.jsonl"
+    function = "tests.unit.judging_functions:checksum"
+    for out, more in ((every, ()), (judged, ("--keep", function))):
+        done = run(command(lab, writer_port, out, "-n", "4", *more))
+        assert done.returncode == 0, done.stderr[-3000:]
+    texts = [" ".join(f"w{i}" for i in row["response_ids"] if i != EOS) for row in rows_of(every)]
+    pairs = zip(rows_of(every), texts, strict=True)
+    expected = [row for row, text in pairs if checksum(row["prompt"], text, row) >= 0.5]
+    assert 0 < len(expected) < len(rows_of(every))
+    assert rows_of(judged) == expected
+
+
+def test_what_writes_no_answers_is_refused(lab: Lab, teacher_port: int, tmp_path: Path) -> None:
+    """Fails if a command waits for answers that never come, or writes into a file of something else."""
+    out = tmp_path / "answers.jsonl"
+    done = run(command(lab, teacher_port, out))
+    assert done.returncode == 1 and "--engine vllm" in done.stderr and not out.read_bytes(), done.stderr[-3000:]
+    for more, key in (("teacher.backend=local", "teacher.backend"), ("data.response_key=''", "data.response_key")):
+        with pytest.raises(ConfigError) as caught:
+            check_generation(load_config(None, settings(lab, teacher_port, more)))
+        assert caught.value.key == key
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_text('{"prompt": "w5"}\n')
+    done = run(command(lab, teacher_port, foreign))
+    assert done.returncode == 2 and "--out" in done.stderr and foreign.read_text() == '{"prompt": "w5"}\n'
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "problem"),
+    [
+        ([5, 6, EOS], "w5 w7", "stand for 'w5 w6'"),
+        ([5, EOS, 6], "w5 w6", "before the end"),
+        ([5, -1], "w5", "expected a list of token ids"),
+        (["5"], "w5", "expected a list of token ids"),
+    ],
+)
+def test_ids_that_are_not_those_of_the_text_are_refused(
+    lab: Lab, tmp_path: Path, ids: list[Any], text: str, problem: str
+) -> None:
+    """Fails if a run trains on the ids of another text or tokenizer."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "w3", "response": text, "response_ids": ids}))
+    config = load_config(None, settings(lab, 1, f"data.train_files=[{data}]"))
+    reader = RowReader(config.data, load_tokenizer(str(lab.student), "model.path"), response_ends=[EOS])
+    with pytest.raises(ConfigError, match=problem):
+        load_prompts(config.data.train_files, "data.train_files", reader)
