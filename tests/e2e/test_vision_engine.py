@@ -7,6 +7,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -73,7 +74,8 @@ def _probe(folder: Path, later: Path) -> dict[str, Any]:
     two = prompts[2]
     cut = np.delete(two.token_ids, 4)
     longer = np.insert(two.token_ids, 4, two.token_ids[4])
-    for wrong in (replace(two, token_ids=cut), replace(two, token_ids=longer), replace(two, images=two.images[:1])):
+    changes = ({"token_ids": cut}, {"token_ids": longer}, {"images": two.images[:1]})
+    for wrong in (msgspec.structs.replace(two, **change) for change in changes):
         with pytest.raises(DataError) as caught:
             list(engine.generate([wrong], sampling))
         result["refused"].append(str(caught.value))
