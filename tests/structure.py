@@ -42,7 +42,7 @@ BOUNDS = {
     "files": 345,
     "assignments of tuples": 15,  # `a, b = x, y`: two statements in one line
     "config_keys": 163,
-    "lines of tests": 70_525,
+    "lines of tests": 70_530,
     "lines of benches": 6_610,
     "lines of results": 8_000,
     "lines of the longest result": 200,

@@ -86,7 +86,7 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
             fix = old_answer(key) or f"set its keys, as {key}.KEY=VALUE."
             problems.append(Problem(key, value, "is a section, not a key.", fix))
         elif hint := suggestion(key):
-            problems.append(Problem(key, value, "there is no such key.", hint))
+            problems.append(Problem(key, value, "this key does not exist.", hint))
         else:
             foreign[key] = value
     if foreign:
@@ -95,7 +95,7 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
         if more:
             name = f"{len(foreign)} other keys"
             value = list(foreign)
-        problems.append(Problem(name, value, "there is no such key.", fix))
+        problems.append(Problem(name, value, "this key does not exist.", fix))
     return problems
 
 

@@ -7,8 +7,7 @@ it. All later stages use token ids.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from gkd.data.conversation import (
 from gkd.data.images import ImageReader, without_images
 from gkd.data.render import AS_IS, SYSTEM, PromptRenderer, Rendered, has_system
 from gkd.data.responses import ResponseReader
-from gkd.data.row_files import Row, encode_row, read_rows
+from gkd.data.row_files import MOST_REFUSED, Row, collected, encode_row, read_rows, refusal
 from gkd.data.template import Tools, said, texts_of
 from gkd.errors import ConfigError
 from gkd.log import get_logger
@@ -53,7 +52,6 @@ log = get_logger("data")
 _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN = 2000  # The log shows so much of a prompt.
 _HEADER = 20  # characters in front of a message: without them it is not the system's
-_MOST_REFUSED = 10  # rows that are read to list more than one mistake
 _REPORT_ROWS = 256  # between reports of the progress
 _PART = "a part of the prompt", "write it into the prompt, and remove or rename the column."
 _LEARNING = "what is learned", "write weight, 0 or 1, into messages (data.messages_key); remove the row or the column."
@@ -122,7 +120,7 @@ def load_prompts(
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
             is unusable; a row names no route or lacks what the teacher's prompt needs; a prompt exceeds
             `data.max_prompt_length` with `truncation: error`, or the teacher's its own limit. It has the mistakes of up
-            to `_MOST_REFUSED` rows.
+            to `MOST_REFUSED` rows.
     """
     prompts: list[Prompt] = []
     config = reader.config
@@ -131,13 +129,13 @@ def load_prompts(
     refused: list[tuple[str, ConfigError]] = []
     columns = None if keep_rows else reader.reads
     rows = (row_of_file for file in files for row_of_file in read_rows(file, key, columns))
-    with driver.doing(f"tokenizing {key}, row"), _collected(refused, key):
+    with driver.doing(f"tokenizing {key}, row"), collected(refused, key):
         for row_id, (where, row) in enumerate(rows):
             if row_id % _REPORT_ROWS == 0:
                 driver.done(row_id)
-            if len(refused) == _MOST_REFUSED:
+            if len(refused) == MOST_REFUSED:
                 break
-            with _collected(refused, where):
+            with collected(refused, where):
                 read = reader.read(row, where)
                 converted.update({form for part in read.parts if (form := part.converted)})
                 prompt = reader.fit(read.prompt, where)
@@ -162,7 +160,7 @@ def load_prompts(
                     )
                 )
     if refused:
-        raise _refusal(refused) from refused[0][1].__cause__
+        raise refusal(refused) from refused[0][1].__cause__
     if not prompts:
         dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
         raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")
@@ -170,28 +168,6 @@ def load_prompts(
         log.info("%s: %d rows were read as %s", key, n, form)
     reader.log(key)
     return prompts, dropped
-
-
-@contextmanager
-def _collected(refused: list[tuple[str, ConfigError]], where: str) -> Iterator[None]:
-    """Add the ConfigError of the block to `refused`."""
-    try:
-        yield
-    except ConfigError as error:
-        refused.append((where, error))
-
-
-def _refusal(refused: Sequence[tuple[str, ConfigError]]) -> ConfigError:
-    """Return the error for refused rows: of those with the same fix the first one, and the lines of the others."""
-    by_fix: dict[tuple[str, str], list[tuple[str, ConfigError]]] = {}
-    for where, error in refused:
-        by_fix.setdefault((error.key, error.fix), []).append((where, error))
-    end = ", and perhaps later rows" if len(refused) == _MOST_REFUSED else ""
-    errors = []
-    for (_, first), *others in by_fix.values():
-        also = f" Also in {', '.join(where for where, _ in others)}{end}." if others else ""
-        errors.append(ConfigError(first.key, first.value, first.problem, first.fix + also, first.more))
-    return ConfigError.together(errors)
 
 
 @dataclass(frozen=True, slots=True)

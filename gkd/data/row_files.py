@@ -7,6 +7,7 @@ import os
 import pickle
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,28 @@ def fingerprint(file: str, key: str) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(key, file, f"cannot be read any more ({error}).", "restore the file.") from error
     return {"bytes": n_bytes, "xxh3_128": digest.hexdigest(), "rows": n_rows}
+
+
+MOST_REFUSED = 10  # rows that are read to list more than one mistake
+
+
+@contextmanager
+def collected(refused: list[tuple[str, ConfigError]], where: str) -> Iterator[None]:
+    """Add the ConfigError of the block to `refused`."""
+    try:
+        yield
+    except ConfigError as error:
+        refused.append((where, error))
+
+
+def refusal(refused: Sequence[tuple[str, ConfigError]]) -> ConfigError:
+    """Return the error for refused rows: of those with the same fix the first one, and the lines of the others."""
+    by_fix: dict[tuple[str, str], list[tuple[str, ConfigError]]] = {}
+    for where, error in refused:
+        by_fix.setdefault((error.key, error.fix), []).append((where, error))
+    end = ", and perhaps later rows" if len(refused) == MOST_REFUSED else ""
+    errors = []
+    for (_, first), *others in by_fix.values():
+        also = f" Also in {', '.join(where for where, _ in others)}{end}." if others else ""
+        errors.append(ConfigError(first.key, first.value, first.problem, first.fix + also, first.more))
+    return ConfigError.together(errors)

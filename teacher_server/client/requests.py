@@ -9,6 +9,7 @@ Letters: P prompt tokens, R response tokens, M of them have rows, K top-k entrie
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -208,7 +209,7 @@ def refusals_of(name: str) -> Iterator[None]:
         raise TeacherError(f"{name}: cannot be scored: {error}") from error
 
 
-class Request:
+class Request(ABC):
     """A request that has no complete reply yet. Raises TeacherError: the header exceeds the limits of the protocol."""
 
     n_sequences = 0  # sequences that count toward n_in_flight; 0: it does not wait for the window
@@ -236,6 +237,7 @@ class Request:
     def request_id(self) -> bytes:
         return self.header.request_id
 
+    @abstractmethod
     def accept(self, reply: ServerMessage, frames: list[Buffer], now_s: float) -> Any:
         """Check a reply; return the result, or None if more replies must follow.
 
@@ -243,7 +245,6 @@ class Request:
             ProtocolError: the reply is damaged or does not match the request; resend.
             TeacherError: the scores are invalid, and would be again after a resend.
         """
-        raise NotImplementedError
 
     def add_units(self) -> bool:
         """Add the map of units, which the server does not know. Returns False if there is none, or it was sent."""

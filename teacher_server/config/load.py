@@ -328,7 +328,7 @@ def _wrong_entries(key: Declared[Any], value: object) -> list[Problem]:
         for name, item in entry.items() if isinstance(entry, dict) else ():
             if name not in _hints(entry_type):
                 fix = nearest(name, _hints(entry_type))
-                problems.append(Problem(f"{where}.{name}", item, "there is no such key.", fix))
+                problems.append(Problem(f"{where}.{name}", item, "this key does not exist.", fix))
                 continue
             try:
                 OmegaConf.update(OmegaConf.structured(entry_type), name, item)

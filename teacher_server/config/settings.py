@@ -213,7 +213,7 @@ def settings_from(cls: type[T], trees: Iterable[Tree], where: Callable[[str], st
     trees = list(trees)
 
     def unknown(values: Mapping[str, Any]) -> list[Problem]:
-        return [Problem(key, values[key], "there is no such key.", nearest(key, keys)) for key in values]
+        return [Problem(key, values[key], "this key does not exist.", nearest(key, keys)) for key in values]
 
     settings, problems = merge(cls, keys, trees, unknown)
     fix = "write a value, or leave it out."

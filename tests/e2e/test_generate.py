@@ -102,7 +102,8 @@ def test_answers_go_on_after_an_interruption(lab: Lab, writer_port: int, tmp_pat
 
 def test_only_judged_answers_are_kept(lab: Lab, writer_port: int, tmp_path: Path) -> None:
     """Fails if --keep keeps what its function refuses, or loses what it keeps; or if an answer depends on it."""
-    every, judged = tmp_path / "every.jsonl", tmp_path / "judged.jsonl"
+    every = tmp_path / "every.jsonl"
+    judged = tmp_path / "judged.jsonl"
     function = "tests.unit.judging_functions:checksum"
     for out, more in ((every, ()), (judged, ("--keep", function))):
         done = run(command(lab, writer_port, out, "-n", "4", *more))

@@ -90,7 +90,8 @@ ENTRIES: dict[str, st.SearchStrategy[object]] = {
 
 def values(key: Declared[Key]) -> st.SearchStrategy[object]:
     """Return the values of a key's type, inside its limits if it is a number or has choices."""
-    setting, texts = key.setting, PATHS if key.setting.is_file else TEXTS
+    setting = key.setting
+    texts = PATHS if setting.is_file else TEXTS
     of_type: dict[str, st.SearchStrategy[object]] = {
         "int": integers(setting),
         "float": numbers(setting),

@@ -453,7 +453,8 @@ def check(n: int) -> Counter[str]:
         counts["rendered"] += 1
         at = 0
         for message in messages:
-            role, content = message["role"], message["content"]
+            role = message["role"]
+            content = message["content"]
             text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
             forms = [text.strip(), text.rpartition("</think>")[2].strip(), json.dumps(text, ensure_ascii=False)[1:-1]]
             places = [(found.find(form, 0 if role == "system" else at), form) for form in forms]

@@ -175,7 +175,8 @@ def test_an_upload_makes_a_private_repository_and_names_the_token(tmp_path: Path
     with Hub(tmp_path / "cache") as hub:
 
         def upload(repo: str, **environment: str) -> subprocess.CompletedProcess[str]:
-            words, env = [sys.executable, "-c", program, repo], hub.environment(**environment)
+            words = [sys.executable, "-c", program, repo]
+            env = hub.environment(**environment)
             return subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
 
         done = upload("org/student", HF_TOKEN=hub.token)
