@@ -363,7 +363,7 @@ def check_engine_split(
 _OTHER_BACKEND = "set actor.strategy=fsdp2, which takes any causal language model."
 # Key of config.json -> why the Megatron student does not compute its models. docs/student.md has the details.
 _NOT_IN_MEGATRON = {
-    "linear_key_head_dim": "Megatron-core 0.16 refuses packs of gated delta nets, and needs Transformer Engine for them",
+    "linear_key_head_dim": "Megatron-core 0.16 computes gated delta nets with Transformer Engine alone, and no packs",
     "kv_lora_rank": "Megatron-core 0.16 computes packs of latent attention with Transformer Engine alone",
 }
 
