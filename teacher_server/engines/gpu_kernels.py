@@ -91,4 +91,7 @@ def _delta_rule(
     return chunk_gated_delta_rule(q, k, v, use_qk_l2norm_in_kernel=norms, cu_seqlens=cu_seqlens, **gates)
 
 
-_OF_PACKS = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _delta_rule}
+_OF_PACKS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+}

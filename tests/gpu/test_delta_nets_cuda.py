@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.testing import assert_close
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.data.batching import make_micro_batches
 from gkd.errors import ConfigError
-from gkd.types import Rollout
+from gkd.types import Rollout, TeacherScores
 from tests.device import VARIABLE, environment, on_stand_in
 from tests.dist.helpers import group_of_one
 from tests.dist.megatron_reference import by_file_name, read_model
@@ -38,16 +39,13 @@ pytestmark = [
 ]
 SIZES = ((20, 50), (1, 2), (9, 25))  # tokens of prompts and responses: more and less than a chunk of 64
 NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# A card computes products of float32 in TF32.
-BOUND = 1e-5 if on_stand_in() else 3e-2
+BOUND = 2e-5 if on_stand_in() else 3e-2  # a card computes products of float32 in TF32
 
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
     if on_stand_in():
-        from dry_card_operations import adapt_triton
-
-        adapt_triton()
+        import_module("dry_card_operations").adapt_triton()
         os.environ["FLA_TILELANG"] = "0"
     with environment({VARIABLE: "cuda"}), group_of_one():
         yield
@@ -55,8 +53,12 @@ def world() -> Iterator[None]:
 
 def _rollouts() -> list[Rollout]:
     rng = np.random.default_rng(0)
-    ids = [[rng.integers(0, N_BYTES, n).astype(np.int32) for n in sizes] for sizes in SIZES]
-    return [Rollout(i, i, *own, np.zeros(len(own[1]), np.float32), (), "stop", False) for i, own in enumerate(ids)]
+
+    def ids(n: int) -> np.ndarray:
+        return rng.integers(0, N_BYTES, n).astype(np.int32)
+
+    none = np.zeros(0, np.float32)
+    return [Rollout(i, i, ids(p), ids(r), none, (), "stop", on_policy=False) for i, (p, r) in enumerate(SIZES)]
 
 
 def _student(folder: Path) -> Any:
@@ -85,7 +87,8 @@ def test_a_pack_is_computed_in_one_call(tmp_path: Path, name: str, monkeypatch: 
 
     monkeypatch.setattr(convolution, "causal_conv1d", counted(convolution.causal_conv1d))
     monkeypatch.setattr(rule, "chunk_gated_delta_rule", counted(rule.chunk_gated_delta_rule))
-    batches = make_micro_batches(_rollouts(), None, micro_batch_size=len(SIZES), packed=True)
+    scores = [TeacherScores()] * len(SIZES)  # the loss needs none
+    batches = make_micro_batches(_rollouts(), scores, micro_batch_size=len(SIZES), packed=True)
     (logprobs,) = student.compute_logprobs(batches)
     n_layers = read_model(folder).config.layer_types.count("linear_attention")
     assert calls == [len(SIZES)] * 2 * n_layers

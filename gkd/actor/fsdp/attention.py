@@ -118,8 +118,7 @@ def run_per_sequence(model: nn.Module) -> None:
 
 def layers_with_boundaries(model: nn.Module) -> list[nn.Module]:
     """Return the modules that compute a pack in one call, if it is on a GPU."""
-    own = [module for module in model.modules() if isinstance(module.forward, _PerSequence)]
-    return [module for module in own if module.forward.takes_boundaries]
+    return [m for m in model.modules() if isinstance(m.forward, _PerSequence) and m.forward.takes_boundaries]
 
 
 def check_columns(model: nn.Module, cp: int) -> None:

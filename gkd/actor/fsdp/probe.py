@@ -9,6 +9,7 @@ kernels get the boundaries of a pack, they compare gradients, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -152,7 +153,8 @@ def _pack_differences(root: LossModel, device: torch.device) -> str:
 def _gradient_differences(root: LossModel, device: torch.device, dtype: torch.dtype) -> str:
     """Return how gradients of a pack differ from those of its sequences alone, in layers that compute it in one call.
 
-    They are those of one layer with random weights: the whole model would need memory for all of its gradients.
+    They are those of one layer with random weights: the whole model would need memory for all of its gradients. The
+    sequences alone are computed by transformers' code in torch, on the CPU in float32.
     """
     layers = layers_with_boundaries(root.hf) if device.type == "cuda" else []
     if not layers or not any(parameter.requires_grad for parameter in root.parameters()):
@@ -161,31 +163,32 @@ def _gradient_differences(root: LossModel, device: torch.device, dtype: torch.dt
     config = root.hf.config.get_text_config()
     with torch.random.fork_rng(devices=[]):  # other random numbers do not depend on the probe
         torch.manual_seed(0)
-        own = nn.ModuleList([kind(config, layers[0].layer_idx).to(device, dtype)])
-        x, weights = torch.randn(2, 1, sum(_GRADIENT_LENGTHS), config.hidden_size).to(device, dtype)
-    run_per_sequence(own)
+        layer = kind(config, layers[0].layer_idx).to(dtype)
+        layer.A_log.fill_(-4)  # so slow a decay that a state would pass into the next sequence
+        x, weights = torch.randn(2, 1, sum(_GRADIENT_LENGTHS), config.hidden_size).to(dtype)
+    own = nn.ModuleList([layer])
+    alone = _gradients(deepcopy(own).float(), x.float(), weights.float())
+    run_per_sequence(own.to(device))
     borders = torch.tensor([0, *_GRADIENT_LENGTHS], device=device).cumsum(0).int()
-    packed = _gradients(own, x, weights, Pack(borders, _GRADIENT_LENGTHS))
-    alone = _gradients(own, x, weights, None)
+    setattr(own, CURRENT_PACK, Pack(borders, _GRADIENT_LENGTHS))
+    packed = _gradients(own, x.to(device), weights.to(device), is_pack=True)
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(packed, alone, strict=True))
+    name = kind.__name__
     if not error <= _LARGEST_GRADIENT:
-        return f"computes other gradients in a pack than alone, by {error:.2g} of their norm in {kind.__name__}"
-    log.info(
-        "%d layers (%s) compute a pack in one call; its gradients are off by %.1g", len(layers), kind.__name__, error
-    )
+        return f"computes other gradients in a pack than alone, by {error:.2g} of their norm in {name}"
+    log.info("%d layers (%s) compute a pack in one call; its gradients are off by %.1g", len(layers), name, error)
     return ""
 
 
 @torch.enable_grad()
-def _gradients(own: Any, x: Tensor, weights: Tensor, pack: Pack | None) -> list[Tensor]:
+def _gradients(own: Any, x: Tensor, weights: Tensor, *, is_pack: bool = False) -> list[Tensor]:
     """Return the output of a layer and the gradient of its input, by sequence, and the gradient of its convolution."""
     x = x.detach().requires_grad_()
-    setattr(own, CURRENT_PACK, pack)
-    inputs = x.split(_GRADIENT_LENGTHS, dim=1) if pack is None else [x]
-    output = torch.cat([own[0](part) for part in inputs], dim=1)
+    parts = [x] if is_pack else x.split(_GRADIENT_LENGTHS, dim=1)
+    output = torch.cat([own[0](part) for part in parts], dim=1)
     of_input, of_kernel = torch.autograd.grad(output, (x, own[0].conv1d.weight), weights)
     tensors = [*output.detach().split(_GRADIENT_LENGTHS, dim=1), *of_input.split(_GRADIENT_LENGTHS, dim=1), of_kernel]
-    return [tensor.float() for tensor in tensors]
+    return [tensor.float().cpu() for tensor in tensors]
 
 
 def _logits(root: LossModel, texts: Sequence[Tensor]) -> Tensor:
