@@ -61,9 +61,9 @@ def _rollouts() -> list[Rollout]:
     return [Rollout(i, i, ids(p), ids(r), none, (), "stop", on_policy=False) for i, (p, r) in enumerate(SIZES)]
 
 
-def _student(folder: Path) -> Any:
+def _student(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     spec = LossSpec((LossTerm("sft"),))
-    return build_student("fsdp2", folder, 0, 1, packing=True, loss=spec, signals=())
+    return build_student("fsdp2", folder, 0, 1, packing=True, loss=spec, signals=(), dtype=dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +110,9 @@ def test_a_pack_is_computed_in_one_call(tmp_path: Path, name: str, monkeypatch: 
 def test_a_kernel_without_boundaries_is_found(
     tmp_path: Path, kernel: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a student starts to train with a kernel that mixes sequences, or that mixes their gradients alone."""
+    """Fails if a student starts to train with a kernel that mixes sequences, or that mixes their gradients alone; or if
+    rounding to bfloat16 is taken for it.
+    """
     import fla.modules.causal_conv1d as convolution
     import fla.ops.gated_delta_rule as rule
 
@@ -126,7 +128,8 @@ def test_a_kernel_without_boundaries_is_found(
         return mixed + (apart - mixed).detach(), None
 
     folder = save_family(tmp_path, "qwen3_5_text", seed=1)
+    _student(folder, torch.bfloat16)
     monkeypatch.setattr(module, name, wrong)
     with pytest.raises(ConfigError) as caught:
-        _student(folder)
+        _student(folder, torch.bfloat16)
     assert caught.value.key == "actor.packing"

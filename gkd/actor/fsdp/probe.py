@@ -30,7 +30,7 @@ _N_TOKENS = 20  # most probable tokens whose logprobs are compared
 _LARGEST = 1e-3  # nats
 _LARGEST_16 = 0.3  # nats; rounding to 16 bits is 0.02 to 0.1 in deep models
 _GRADIENT_LENGTHS = (70, 3, 24)  # tokens; more and less than a kernel's chunk of 64
-_LARGEST_GRADIENT = 0.05  # relative, Frobenius norm; XXX without boundaries
+_LARGEST_GRADIENT = 0.05  # relative, Frobenius norm; rounding to 16 bits is 0.02, and kernels without boundaries 1
 
 
 @torch.no_grad()
