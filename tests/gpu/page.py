@@ -17,7 +17,7 @@ from tests.bench.teacher_report import show
 from tests.gpu_proof.stages import TWELVE_MINUTES
 
 FILES = ("gpu_proof_h200.json", "twelve_minutes.json")
-SHOWN = 3  # figures of a stage, besides those that missed their bar
+SHOWN = 2  # figures of a stage, besides those that missed their bar
 
 
 def section(results: Path) -> str:
