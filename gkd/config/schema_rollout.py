@@ -48,14 +48,13 @@ class RolloutConfig:
     """Fraction of GPU memory that must be free when vLLM starts, and that it takes (weights and KV cache); ignored
     if rollout.kv_cache_mib is set, and on cpu."""
     kv_cache_mib: int = key(0, ge=0, resume=True)
-    """Size of the KV cache of each rank in MiB; 0 = on a GPU what rollout.gpu_memory_utilization leaves, on cpu
-    256. With a size, engines start with whatever GPU memory is free, also while other processes allocate and free
-    some."""
+    """Size of the KV cache of each rank in MiB; 0 = on a GPU what rollout.gpu_memory_utilization leaves, on cpu 256.
+    With a size, engines start with whatever GPU memory is free."""
     enforce_eager: bool = key(False, resume=True)
     """Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu."""
     max_restarts: int = key(1, ge=0, resume=True)
-    """How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the
-    run, and so does an error that would come again. 0 = the first failure ends it. See docs/operations.md."""
+    """How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the run.
+    docs/operations.md."""
     hang_timeout_s: float = key(300.0, gt=0, resume=True)
     """Seconds without a finished pass, or without any reply, after which an engine with unfinished sequences hangs
     and is killed. Longer than its longest pass, shorter than trainer.stage_timeout_s."""
