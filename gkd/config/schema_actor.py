@@ -96,7 +96,7 @@ class ActorConfig:
     strategy: str = key(AUTO, choices=(AUTO, *BACKENDS))
     """Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard
     around the Hugging Face model, data and context parallel. auto = megatron if it supports model and settings,
-    else fsdp2. See docs/models.md."""
+    else fsdp2. docs/models.md."""
     tp: int = key(1, gt=0, resume=True)
     """Tensor parallel size."""
     pp: int = key(1, gt=0, resume=True)

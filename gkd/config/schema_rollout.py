@@ -43,7 +43,7 @@ class RolloutConfig:
     """Processes for each engine that run the environments."""
     max_num_seqs: int = key(0, ge=0, resume=True)
     """Sequences that an engine decodes at a time; 0 = 128, on GPUs of known size as many of full length as its KV
-    cache holds, up to 1024. See docs/sizing.md."""
+    cache holds, up to 1024. docs/sizing.md."""
     gpu_memory_utilization: float = key(0.85, gt=0, le=1, resume=True)
     """Fraction of GPU memory that must be free when vLLM starts, and that it takes (weights and KV cache); ignored
     if rollout.kv_cache_mib is set, and on cpu."""
@@ -95,7 +95,7 @@ class WeightSyncConfig:
     """Size of the buckets in which tensors are sent, in MiB."""
     lora: str = key("merged", choices=("merged", "adapters"), resume=True)
     """What is sent after a step with actor.lora: merged = all weights; adapters = only the adapters, with which the
-    engines compute (vLLM's LoRA). See docs/student.md."""
+    engines compute (vLLM's LoRA). docs/student.md."""
     verify: str = key("first", choices=("always", "first", "never"), resume=True)
     """Compare digests of the engines' tensors with the exported ones: always, first (at the start and after the
     first training step) or never."""

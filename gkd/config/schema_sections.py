@@ -65,7 +65,7 @@ HEALTH_CHECKS = (
 class HealthConfig:
     on_alarm: str = key("warn", choices=("warn", "pause", "stop"), resume=True)
     """What a new alarm of a health check does. warn: one log line. pause: save the step, then wait until
-    run_dir/continue exists. stop: save the step, then end with an error. See docs/health.md."""
+    run_dir/continue exists. stop: save the step, then end with an error. docs/health.md."""
     limits: dict[str, float] = key(
         {},
         example="names with numbers, e.g. {truncated: 0.9}",
@@ -74,7 +74,7 @@ class HealthConfig:
         limits="numbers >= 0",
         resume=True,
     )
-    """Other limits of some checks, e.g. {truncated: 0.9, no_gap: 0}; 0 leaves a check out. See docs/health.md."""
+    """Other limits of some checks, e.g. {truncated: 0.9, no_gap: 0}; 0 leaves a check out. docs/health.md."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class TrainerConfig:
     all of them, otherwise half. Another number changes the last bits of results."""
     scheduler: str = key("sync", choices=(*AHEAD, STREAM))
     """Overlap of rollouts with training: sync (none, staleness 0), one_step_off or two_step_off (prefetch one or
-    two batches), or stream (continuous generation, weights updated mid-response). See docs/architecture.md."""
+    two batches), or stream (continuous generation, weights updated mid-response). docs/architecture.md."""
     max_staleness: int = key(1, ge=0)
     """stream: largest number of steps between the start of a response and the step that trains on it."""
     record_batches: bool = key(False, resume=True)
@@ -198,7 +198,7 @@ class TrainerConfig:
     step is slower."""
     resume: str = file_key("never", limits="never, auto or a folder", resume=True)
     """never: refuse a run_dir with a run in it. auto: resume from its newest undamaged checkpoint. A checkpoint
-    folder (.../checkpoints/step_N): rewind to it, or branch into a new run_dir. See docs/operations.md."""
+    folder (.../checkpoints/step_N): rewind to it, or branch into a new run_dir. docs/operations.md."""
     max_restarts: int = key(0, ge=0, resume=True)
     """How often a run whose rank died or hangs in the training loop starts again from its newest checkpoint.
     docs/operations.md."""
@@ -209,7 +209,7 @@ class TrainerConfig:
         resume=True,
     )
     """Steps or time between checkpoints; 0 = only at the end. An interrupt and a lost teacher save the last step,
-    too. See docs/operations.md."""
+    too. docs/operations.md."""
     keep_last: int = key(2, gt=0, resume=True)
     """Newest checkpoints to keep."""
     keep_best: str = key("", limits="eval/... or domain/.../accuracy, with data.val_files", resume=True)

@@ -236,7 +236,7 @@ class DistillConfig:
     number to 1 + the second."""
     token_weight: str = key("none", choices=TOKEN_WEIGHTS)
     """Factor of each token's loss within its sequence: by the student's entropy, by teachability (the KL where the
-    teacher prefers another candidate of the student), or by position (more at the start). See docs/losses.md."""
+    teacher prefers another candidate of the student), or by position (more at the start). docs/losses.md."""
     token_share: float = key(1.0, gt=0, le=1)
     """Share of each sequence's tokens, those of the largest distill.token_weight, that carry loss; the sequence's
     part of the loss stays the same."""
