@@ -361,7 +361,7 @@ def check_engine_split(
 
 
 _OTHER_BACKEND = "set actor.strategy=fsdp2, which takes any causal language model."
-# Key of config.json -> why the Megatron student does not compute its models. docs/student.md has the details.
+# Key of config.json -> why the Megatron student does not compute its models.
 _NOT_IN_MEGATRON = {
     "linear_key_head_dim": "Megatron-core 0.16 computes gated delta nets with Transformer Engine alone, and no packs",
     "kv_lora_rank": "Megatron-core 0.16 computes packs of latent attention with Transformer Engine alone",
@@ -396,8 +396,8 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
     supported: dict[str, Any] = {
         "use_sliding_window": False,
         "attention_bias": False,
+        "attention_out_bias": False,
         "mlp_bias": False,
-        "attention_dropout": 0.0,
         "router_jitter_noise": 0.0,
         "use_bidirectional_attention": False,
         "attn_logit_softcapping": None,
