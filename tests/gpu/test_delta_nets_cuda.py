@@ -39,7 +39,7 @@ pytestmark = [
 ]
 SIZES = ((20, 50), (1, 2), (9, 25))  # tokens of prompts and responses: more and less than a chunk of 64
 NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-BOUND = 2e-5 if on_stand_in() else 3e-2  # a card computes products of float32 in TF32
+BOUND = 1e-5 if on_stand_in() else 3e-2  # absolute and relative; a card computes products of float32 in TF32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,11 +98,16 @@ def test_a_pack_is_computed_in_one_call(tmp_path: Path, name: str, monkeypatch: 
     tables = [(logits_of(model, None, each).log_softmax(-1), each.response_ids) for each in _rollouts()]
     expected = torch.cat([table.gather(1, torch.from_numpy(ids).long()[:, None])[:, 0] for table, ids in tables])
     (-expected.mean()).backward()
-    assert_close(logprobs.cpu(), expected.detach(), atol=BOUND, rtol=0)
+    assert_close(logprobs.cpu(), expected.detach(), atol=BOUND, rtol=BOUND)
     reference = by_file_name(model, lambda parameter: parameter.grad)
     assert grads.keys() == reference.keys()
     for key, grad in grads.items():
         assert_close(grad.cpu(), reference[key], atol=BOUND, rtol=BOUND, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_rounding_is_not_taken_for_a_wrong_kernel(tmp_path: Path) -> None:
+    """Fails if a student in bfloat16 is refused."""
+    _student(save_family(tmp_path, "qwen3_5_text", seed=1), torch.bfloat16)
 
 
 @pytest.mark.parametrize("what", ["both passes", "backward pass"])
@@ -110,9 +115,7 @@ def test_a_pack_is_computed_in_one_call(tmp_path: Path, name: str, monkeypatch: 
 def test_a_kernel_without_boundaries_is_found(
     tmp_path: Path, kernel: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a student starts to train with a kernel that mixes sequences, or that mixes their gradients alone; or if
-    rounding to bfloat16 is taken for it.
-    """
+    """Fails if a student starts to train with a kernel that mixes sequences, or that mixes their gradients alone."""
     import fla.modules.causal_conv1d as convolution
     import fla.ops.gated_delta_rule as rule
 
@@ -128,8 +131,7 @@ def test_a_kernel_without_boundaries_is_found(
         return mixed + (apart - mixed).detach(), None
 
     folder = save_family(tmp_path, "qwen3_5_text", seed=1)
-    _student(folder, torch.bfloat16)
     monkeypatch.setattr(module, name, wrong)
     with pytest.raises(ConfigError) as caught:
-        _student(folder, torch.bfloat16)
+        _student(folder)
     assert caught.value.key == "actor.packing"
