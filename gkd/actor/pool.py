@@ -25,7 +25,7 @@ from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
 from gkd.memory.usage import merge
 from gkd.spans import ProcessSpans
-from gkd.text.pair import TokenizerPair
+from gkd.text.comparison import SAME_TOKENS, Comparison
 from gkd.types import FileDigest, PendingScores, ScoredChunk, TrainStats
 
 log = get_logger("actor")
@@ -52,24 +52,23 @@ class ActorPool:
             log.info("groups are balanced by tokens alone: %s", error)
             return math.inf
 
-    def init_model(self, device: str, total_steps: int, timeout_s: float) -> dict[str, Any]:
+    def init_model(
+        self, device: str, total_steps: int, timeout_s: float, comparison: Comparison = SAME_TOKENS
+    ) -> dict[str, Any]:
         """Start `ActorWorker.init_model` on all ranks. Return the handles by rank's name, to be gathered.
 
         Args:
             timeout_s: for the rendezvous with rank 0.
+            comparison: of the student with its teacher.
         """
         root = {"actor rank 0": self.workers[0].rendezvous.remote()}
         address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]
         run_dir = Path(self._config.trainer.run_dir).absolute()
-        return self._call("init_model", self._config, device, address, total_steps, run_dir)
+        return self._call("init_model", self._config, device, address, total_steps, run_dir, comparison)
 
-    def init_teacher(self, timeout_s: float, pair: TokenizerPair | None = None) -> None:
-        """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`.
-
-        Args:
-            pair: tokenizers of the student and of a teacher with another one.
-        """
-        gather(self._call("init_teacher", pair), "init_teacher", timeout_s)
+    def init_teacher(self, timeout_s: float) -> None:
+        """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
+        gather(self._call("init_teacher"), "init_teacher", timeout_s)
 
     def init_reference(self, timeout_s: float) -> None:
         """Build the reference on all ranks; blocks. Raises as `FrozenModel`."""
@@ -195,15 +194,14 @@ class ActorPool:
         refs = {f"actor rank {rank}": self.workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
         return list(gather(refs, "node ids", timeout_s).values())
 
-    def set_teacher_head(self, heads: Sequence[Any], timeout_s: float, pair: TokenizerPair | None = None) -> None:
+    def set_teacher_head(self, heads: Sequence[Any], timeout_s: float) -> None:
         """Send the teacher's LM head to the ranks that compute the loss; blocks.
 
         Args:
-            heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage, or None.
-            pair: tokenizers of the student and of a teacher with another one.
+            heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage.
         """
         refs = {
-            f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank], pair)
+            f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank])
             for worker, layout in zip(self.workers, self._layouts, strict=True)
             if layout.is_last_stage
         }

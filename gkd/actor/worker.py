@@ -35,7 +35,6 @@ from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.run.disk import TMP, make_folder, naming
 from gkd.spans import Phase
-from gkd.text.pair import TokenizerPair
 from gkd.types import FileDigest, Rollout, TrainStats
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
@@ -163,16 +162,10 @@ class ActorWorker(ActorRank):
         with self._phase(phase, [PARAMS], is_offload_states):
             return _objects(map_selected(sequence_indices, chunks, compute))
 
-    def set_teacher_head(self, head: np.ndarray | None, pair: TokenizerPair | None) -> None:
-        """Set the teacher's LM head, for the signal `hidden`. On the last pipeline stage only.
-
-        Args:
-            head: [V, D] float32; None: the teacher sends lists.
-            pair: tokenizers of the student and of a teacher with another one.
-        """
-        self._pair = pair
+    def set_teacher_head(self, head: np.ndarray) -> None:
+        """Set the teacher's LM head, [V, D] float32, for the signal `hidden`. On the last pipeline stage only."""
         with self._phase(Phase.TEACHER_HEAD, [PARAMS], alone=True):
-            self._student.set_teacher_head(head, pair, self._config.distill.units)
+            self._student.set_teacher_head(head)
 
     def save(self, folder: Path, blocking: bool = False) -> None:
         """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends.
@@ -327,7 +320,7 @@ class ActorWorker(ActorRank):
                 n_vocab=self._student.n_vocab,
                 signals=self._config.derived.signals,
                 hidden_size=self._student.teacher_hidden_size,
-                n_teacher_vocab=0 if self._pair is None else self._pair.n_listed,
+                n_teacher_vocab=self._student.comparison.n_listed,
                 with_reference=with_reference,
                 with_values=bool(self._config.teacher.kind.pool),  # servers' scores were checked where they arrived
             )
@@ -338,7 +331,7 @@ class ActorWorker(ActorRank):
                 micro_batch_size=actor.micro_batch_size,
                 max_tokens=actor.max_tokens_per_micro_batch,
                 packed=actor.packs,
-                pair=self._pair,
+                comparison=self._student.comparison,
             )
         return batches, rollouts
 

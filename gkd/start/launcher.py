@@ -137,11 +137,9 @@ def _start(
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
     init_judging(config, config.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
     trim_heap()  # what the checks and the start have used, tokenizers above all
-    if (config.teacher.signal == "hidden" or plan.pair) and not config.derived.teacher_pool:
-        heads: list[Any] = [None] * actor.dp_size
-        if config.teacher.signal == "hidden":
-            heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
-        actor.set_teacher_head(heads, startup.left_s(), plan.pair)
+    if config.teacher.signal == "hidden" and not config.derived.teacher_pool:
+        heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
+        actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(plan.device), rollout_workers, config, plan.device, startup.left_s())
     engine_slots = EngineSlots(
         rollout_slots,
@@ -178,11 +176,11 @@ def _load_models(
         rollout.offload_states()
         building = {}
     actor.check_run_dir(plan.folder.root, startup.left_s())
-    building = {**building, **actor.init_model(plan.device, plan.total_steps, startup.left_s())}
+    building = {**building, **actor.init_model(plan.device, plan.total_steps, startup.left_s(), plan.comparison)}
     places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
     if config.derived.teacher_pool == ACTOR:
-        actor.init_teacher(startup.left_s(), plan.pair)
+        actor.init_teacher(startup.left_s())
     if config.derived.reference_folder:
         actor.init_reference(startup.left_s())
     return places
@@ -241,13 +239,11 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     if config.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
     probes = [info.probe for info in plan.teachers]
-    n_vocab = plan.pair.n_listed if plan.pair else plan.n_vocab
     args = (
-        n_vocab,
+        plan.comparison,
         [info.fingerprint for info in plan.teachers],
         windows,
         probes,
-        plan.pair,
         [info.numerics for info in plan.teachers],
         [info.model_name for info in plan.teachers],
     )

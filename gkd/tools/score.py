@@ -23,6 +23,7 @@ from gkd.run import interrupts
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.store import ScoreStore, dataset_keys, open_store
 from gkd.scoring.teacher.window import window_of_group
+from gkd.text.comparison import Comparison
 from gkd.tools import exit_codes
 from gkd.types import Rollout
 from teacher_server.config.command import command_parser
@@ -70,7 +71,7 @@ def score_all(plan: ScoringPlan) -> None:
     log.info("%d of %d responses are to score, into %s", len(left), len(rollouts), config.teacher.store)
     if left:
         windows = [window_of_group(config.teacher, teacher, 1) for teacher in plan.teachers]
-        endpoint = ScoringEndpoint(config, plan.n_vocab, fingerprints, windows, numerics=numerics)
+        endpoint = ScoringEndpoint(config, Comparison(plan.n_vocab), fingerprints, windows, numerics=numerics)
         _score(endpoint, store, left, max(1, sum(window.n_in_flight for window in windows) // (_THREADS - 1)))
     _check_kept(store, keys.values())
     record_teachers(config, plan.teachers)

@@ -22,7 +22,6 @@ from gkd.data.batching import check_batch, make_micro_batches
 from gkd.data.scatter import map_selected
 from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
-from gkd.text.pair import TokenizerPair
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.protocol import Signal, Wire
@@ -50,9 +49,9 @@ class FrozenModels:
         self._reference: FrozenModel | None = None
         self._followers: list[Follower] = []  # one for each model, in the order of the calls
 
-    def init_teacher(self, pair: TokenizerPair | None = None) -> None:
+    def init_teacher(self) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
-        self._teacher = LocalTeacher(self._config, self._student, self._device, pair)
+        self._teacher = LocalTeacher(self._config, self._student, self._device)
         self._followers.append(self._teacher.follower)
 
     def init_reference(self) -> None:
@@ -157,26 +156,20 @@ class LocalTeacher:
 
     Args:
         student: of this rank. With teacher.signal `hidden` it receives the teacher's LM head, now and at each refresh.
-        pair: tokenizers of the student and of a teacher with another one.
 
     Raises:
         ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: student and teacher
             have different architectures.
     """
 
-    def __init__(
-        self, config: Config, student: Student, device: torch.device, pair: TokenizerPair | None = None
-    ) -> None:
+    def __init__(self, config: Config, student: Student, device: torch.device) -> None:
         from gkd.actor.frozen.model import FrozenModel
 
         teacher = config.teacher
         actor = config.actor
         self._student = student
-        self._n_vocab = student.n_vocab if pair is None else len(pair.teacher)
-        self._pair = pair
-        self._units = config.distill.units
-        self._teacher = teacher
-        self._hidden_size = 0
+        self._comparison = student.comparison
+        self._n_vocab = student.comparison.n_listed or student.n_vocab
         derived = config.derived
         updates = weight_updates(teacher)
         self.model = FrozenModel(
@@ -213,22 +206,15 @@ class LocalTeacher:
         return map_selected(sequence_indices, chunks, self._of_sequences)
 
     def _of_sequences(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
-        if self._pair is None:
-            return [self._scores(t) for t in self.model.score([r.for_teacher() for r in rollouts], self._params)]
-        texts = self._pair.for_teacher(rollouts)
+        texts = self._comparison.for_teacher(rollouts)
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
         tables = self.model.score([texts[i] for i in asked], self._params)
         scores = {i: self._scores(t) for i, t in zip(asked, tables, strict=True)}
-        teacher = self._teacher
-        return list(self._pair.completed(scores, texts, self._hidden_size, teacher.topk, teacher.mass > 0).values())
+        return list(self._comparison.completed(scores, texts).values())
 
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:
-            head = self.model.lm_head()[: self._n_vocab]
-            self._hidden_size = head.shape[1]
-            self._student.set_teacher_head(head, self._pair, self._units)
-        elif self._pair is not None:
-            self._student.set_teacher_head(None, self._pair, self._units)
+            self._student.set_teacher_head(self.model.lm_head()[: self._n_vocab])
 
     def _score_params(self, config: Config, signal: Signal) -> ScoreParams:
         """Return the scoring parameters of a signal. Logits have teacher.wire's precision to save host memory."""
