@@ -7,9 +7,9 @@ tests pass plain objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,16 @@ from gkd.types import (
     TrainStats,
 )
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """Calls that are being executed."""
+
+    def wait(self) -> T_co:
+        """Wait for the calls, and return their result. May be repeated. Raises the error of a rank that failed."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Computation:
@@ -46,7 +56,7 @@ class Computation:
 class MovableStates(Protocol):
     """States that a role can release; `gkd.memory.offload_manager.state_offload_manager` takes such a role."""
 
-    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending[object]:
         """Offload states to host memory. Idempotent.
 
         Args:
@@ -55,7 +65,7 @@ class MovableStates(Protocol):
         """
         ...
 
-    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending[object]:
         """Undo `offload_states`. Idempotent."""
         ...
 
@@ -116,7 +126,9 @@ class RolloutRole(MovableStates, Protocol):
         """
         ...
 
-    def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
+    def offload_states(
+        self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True
+    ) -> Pending[object]:
         """Release the engines' GPU memory. Idempotent. Calls that need a released state reload it.
 
         Args:
@@ -223,8 +235,11 @@ class ActorRole(MovableStates, Protocol):
         *,
         blocking: bool = True,
         meta: Mapping[str, Any] | None = None,
-    ) -> LogprobsHandle:
+    ) -> Pending[list[list[np.ndarray]]]:
         """Compute the actor's logprobs of a batch, which may still wait for the teacher's scores. No gradients.
+
+        For each chunk, in its order, the logprobs of each sequence's response tokens: [R] float32, nats, at the
+        temperature of the loss, teacher.temperature.
 
         Args:
             blocking: wait for all ranks. Otherwise wait on the returned handle.
@@ -281,10 +296,11 @@ class ActorRole(MovableStates, Protocol):
 class ReferenceRole(Protocol):
     def compute_logprobs(
         self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
-    ) -> ReferenceHandle:
+    ) -> Pending[list[Any]]:
         """Compute the reference model's logprobs of a batch, which may still wait for the teacher's scores.
 
-        A call on the actor's ranks: make it only from the thread that calls the actor.
+        For each chunk, in its order, `ScoredChunk.reference`; nothing without a reference. A call on the actor's ranks:
+        make it only from the thread that calls the actor.
 
         Args:
             blocking: wait for all ranks. Otherwise wait on the returned handle.
@@ -299,15 +315,22 @@ class WeightSyncRole(Protocol):
 
 
 class NoReference:
-    """The reference of a run without reference KL: returns each batch unchanged."""
+    """The reference of a run without reference KL."""
 
     def compute_logprobs(
         self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
-    ) -> ReferenceHandle:
+    ) -> Pending[list[Any]]:
         return self
 
-    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+    def wait(self) -> list[Any]:
+        return []
+
+
+def with_reference(batch: Sequence[ScoredChunk], handles: Sequence[Any]) -> list[ScoredChunk]:
+    """Return a batch with the handles of its reference logprobs, which `ReferenceRole.compute_logprobs` returned."""
+    if not handles:
         return list(batch)
+    return [replace(chunk, reference=handle) for chunk, handle in zip(batch, handles, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,12 +355,6 @@ class Roles:
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error
     judge: JudgeRole | None = None
     evaluation: ScoringRole | None = None
-
-
-class Pending(Protocol):
-    def wait(self) -> object:
-        """Wait for the calls. Raises the error of a rank that failed."""
-        ...
 
 
 class RolloutStream(Protocol):
@@ -370,23 +387,4 @@ class RolloutStream(Protocol):
 
     def close(self) -> None:
         """Stop and drop unfinished sequences. Idempotent."""
-        ...
-
-
-class LogprobsHandle(Protocol):
-    def wait(self) -> list[list[np.ndarray]]:
-        """Return for each chunk, in its order, the logprobs of each sequence's response tokens: [R] float32, nats.
-
-        At the temperature of the loss, teacher.temperature. Raises the error of a failed rank.
-        """
-        ...
-
-
-class ReferenceHandle(Protocol):
-    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
-        """Return the batch with `ScoredChunk.reference` set. Raises the error of a failed rank.
-
-        Args:
-            batch: the chunks of the call in the same order, scored meanwhile.
-        """
         ...

@@ -121,7 +121,7 @@ class ActorPool:
         *,
         blocking: bool = True,
         meta: Mapping[str, Any] | None = None,
-    ) -> PendingLogprobs:
+    ) -> Pending:
         """See `ActorRole.compute_logprobs`. The sequences are scattered over the data-parallel groups.
 
         Raises ValueError: `meta` has another key.
@@ -133,10 +133,10 @@ class ActorPool:
         calls, results = call_scattered(
             self.workers, "compute_logprobs", chunks, groups=groups, attention_length=length, **options
         )
-        pending = Pending(calls, "compute_logprobs", self._timeout_s)
+        pending = Pending(calls, "compute_logprobs", self._timeout_s, finish=lambda _: list(map(_logprobs, results)))
         if blocking:
             pending.wait()
-        return PendingLogprobs(pending, results)
+        return pending
 
     def save(self, folder: Path, *, blocking: bool = False) -> None:
         self._call_and_wait("save", folder.absolute(), blocking)
@@ -232,6 +232,12 @@ class ActorPool:
         }
 
 
+def _logprobs(chunk: PartialResults) -> list[np.ndarray]:
+    """Fetch the logprobs of a chunk's sequences, in its order."""
+    results = gather_results(chunk.sequence_indices, [fetch(ref, "logprobs") for ref in chunk.refs])
+    return [logprobs for logprobs in results if logprobs is not None]
+
+
 def _options(meta: Mapping[str, Any] | None, *further: str) -> dict[str, Any]:
     """Return the `meta` of a call as keyword arguments of the ranks' method.
 
@@ -246,25 +252,3 @@ def _options(meta: Mapping[str, Any] | None, *further: str) -> dict[str, Any]:
     if unknown := sorted(set(options) - set(supported)):
         raise ValueError(f"meta has unknown keys {', '.join(unknown)}; this call supports {', '.join(supported)}")
     return {key: bool(value) for key, value in options.items()}
-
-
-class PendingLogprobs:
-    """Logprobs of a batch that are being computed.
-
-    Args:
-        calls: on all ranks.
-        parts: of each chunk.
-    """
-
-    def __init__(self, calls: Pending, results: Sequence[PartialResults]) -> None:
-        self._calls = calls
-        self._parts = list(results)
-
-    def wait(self, timeout_s: float | None = None) -> list[list[np.ndarray]]:
-        """Return for each chunk, in its order, [R] float32 of each sequence. May be repeated.
-
-        Raises as `Pending.wait`.
-        """
-        self._calls.wait(timeout_s)
-        results = [(part.sequence_indices, [fetch(ref, "logprobs") for ref in part.refs]) for part in self._parts]
-        return [[one for one in gather_results(*result) if one is not None] for result in results]

@@ -60,7 +60,7 @@ def probed(
             k=config.teacher.topk,
             n_vocab=n_vocab,
             n_in_flight=route.teacher.max_in_flight or IN_FLIGHT,
-            model=info.fingerprint,
+            fingerprint=info.fingerprint,
             outage_budget_s=budget_s,
         ) as teacher:
             probes.append(_Probe(config, one, teacher, tokenizer).run(prompts))

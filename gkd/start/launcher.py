@@ -36,6 +36,7 @@ from gkd.rollout.engine import worker as rollout_worker
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.vllm.start import engine_folder, remove_files
 from gkd.run.failure_policy import attempt
+from gkd.run.folder import STACKS
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import GroupEndpoint
 from gkd.scoring.judged import JUDGING, init_judging, with_judges, workers_per_endpoint
@@ -220,7 +221,7 @@ def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> Ra
     log.error("%s; collecting the stacks of all ranks", str(error))
     try:
         report = hang_report(run, startup.names, startup.poll(), error.late)
-        file = plan.folder.write_stacks(report.stacks)
+        file = plan.folder.write(STACKS, report.stacks.encode())
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
         log.error("no hang report: %s: %s", type(trouble).__name__, str(trouble))
         return RankTimeout(str(error), error.late, diagnosed=True)

@@ -17,7 +17,7 @@ from gkd.console.numbers import clock, count
 from gkd.data.chunks import dataset_rollouts
 from gkd.errors import CheckpointError, ConfigError, DataError, ModelError
 from gkd.log import get_logger
-from gkd.preflight.scoring import ScoringPlan, check_scoring
+from gkd.preflight.dataset import DatasetPlan, check_scoring
 from gkd.preflight.teacher import record_teachers
 from gkd.run import interrupts
 from gkd.scoring.endpoint import ScoringEndpoint
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def score_all(plan: ScoringPlan) -> None:
+def score_all(plan: DatasetPlan) -> None:
     """Score what the store lacks, and log the progress.
 
     Raises:
@@ -117,7 +117,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     description = "Score each dataset response of a run once, into teacher.store. A run over it then asks no teacher."
     parser = command_parser("gkd score", description, _EXAMPLES)
     add_config(parser, "settings of the run, as for gkd train")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     return parse_overrides(parser, argv)
 
 

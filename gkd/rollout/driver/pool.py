@@ -237,7 +237,7 @@ class RolloutPool:
     def _pending(self, start: Callable[[Any], Any], call: str, blocking: bool) -> Pending:
         members = self.engines.up()
         refs = {name_of(i): start(worker) for i, worker in members.items()}
-        pending = Pending(refs, call, self._config.trainer.stage_timeout_s, partial(self._report, members))
+        pending = Pending(refs, call, self._config.trainer.stage_timeout_s, on_failure=partial(self._report, members))
         if blocking:
             pending.wait()
         return pending
@@ -245,7 +245,9 @@ class RolloutPool:
     def _settled(self, members: Mapping[int, Any], calls: Mapping[int, Any], what: str) -> dict[int, Any]:
         """Wait for a call on each of these engines; the result of one that failed is None."""
         refs = {name_of(i): ref for i, ref in calls.items()}
-        results = Pending(refs, what, self._config.trainer.stage_timeout_s, partial(self._report, members)).wait()
+        results = Pending(
+            refs, what, self._config.trainer.stage_timeout_s, on_failure=partial(self._report, members)
+        ).wait()
         return {i: results.get(name_of(i)) for i in calls}
 
     def _report(self, members: Mapping[int, Any], failed: Mapping[str, RankFailed]) -> None:
