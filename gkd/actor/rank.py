@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gkd.actor import shared_folder
 from gkd.actor.common.agree import probe_group
-from gkd.actor.common.base import Student
+from gkd.actor.common.base import Student, StudentArgs
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout, layouts_of
@@ -42,7 +42,6 @@ from gkd.text.comparison import SAME_TOKENS, Comparison
 
 if TYPE_CHECKING:
     from gkd.actor.common.attention import Heads
-    from gkd.actor.common.base import Student, StudentArgs
 
 
 # Concurrency group of the methods that give weights to a restarted engine while this rank computes.

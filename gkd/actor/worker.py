@@ -130,9 +130,9 @@ class ActorWorker(ActorRank):
         Raises:
             TeacherError: on all ranks; see `FrozenModel.score`.
         """
+        assert self._frozen.teacher is not None
         with self._memory.during(Phase.SCORE):
-            scores = self._frozen.score(sequence_indices, chunks)
-        return _objects(scores)
+            return _objects(map_selected(sequence_indices, chunks, self._frozen.teacher.score))
 
     def reference_logprobs(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
         """Compute the reference model's logprobs, arguments as for `score`. The student's states are not moved.

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
@@ -25,12 +25,10 @@ from gkd.roles import ReferenceRole, ScoringRole, with_reference
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
 from gkd.run.open import check_same_files, check_same_run, check_same_teacher
+from gkd.text.comparison import SAME_TOKENS, Comparison
 from gkd.tools import exit_codes
 from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
 from teacher_server.config.command import command_parser
-
-if TYPE_CHECKING:
-    from gkd.text.comparison import Comparison
 
 _EXAMPLES = """example:
   gkd replay runs/mine --step 20
@@ -143,7 +141,6 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.start.launcher import spawn_endpoints
     from gkd.start.pools import ACTOR as ACTOR_POOL
     from gkd.start.pools import cpu_threads, make_cluster, pool_specs, worker_env
-    from gkd.text.comparison import SAME_TOKENS
 
     device = resolve_device(case.config)
     timeout_s = case.config.trainer.init_timeout_s

@@ -19,7 +19,6 @@ from gkd.actor.common.host_copies import Snapshot
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import WeightUpdates, weight_updates
 from gkd.data.batching import check_batch, make_micro_batches
-from gkd.data.scatter import map_selected
 from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
@@ -45,14 +44,14 @@ class FrozenModels:
         self._student = student
         self._device = device
         self._where = where
-        self._teacher: LocalTeacher | None = None
+        self.teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
         self._followers: list[Follower] = []  # one for each model, in the order of the calls
 
     def init_teacher(self) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
-        self._teacher = LocalTeacher(self._config, self._student, self._device)
-        self._followers.append(self._teacher.follower)
+        self.teacher = LocalTeacher(self._config, self._student, self._device)
+        self._followers.append(self.teacher.follower)
 
     def init_reference(self) -> None:
         """Build the reference. Raises as `FrozenModel` and `Follower`."""
@@ -73,13 +72,6 @@ class FrozenModels:
             vision=derived.vision,
         )
         self._followers.append(Follower(self._reference, self._student, weight_updates(config.reference)))
-
-    def score(
-        self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
-    ) -> list[list[TeacherScores]]:
-        """Return the teacher's scores, see `LocalTeacher.score`."""
-        assert self._teacher is not None
-        return self._teacher.score(sequence_indices, chunks)
 
     def reference_logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Return the reference model's logprobs of each sequence's own tokens, [M] float32, nats.
@@ -192,20 +184,8 @@ class LocalTeacher:
         self.follower = Follower(self.model, student, updates, self._hand_over_head)
         self._hand_over_head()
 
-    def score(
-        self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
-    ) -> list[list[TeacherScores]]:
-        """Return, by chunk, the scores of the sequences selected for this rank.
-
-        Args:
-            sequence_indices: of each chunk, see `gkd.data.scatter`.
-
-        Raises:
-            TeacherError: see `FrozenModel.score`.
-        """
-        return map_selected(sequence_indices, chunks, self._of_sequences)
-
-    def _of_sequences(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+        """Return the scores of sequences of this rank. Raises TeacherError: see `FrozenModel.score`."""
         texts = self._comparison.for_teacher(rollouts)
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
         tables = self.model.score([texts[i] for i in asked], self._params)
