@@ -11,6 +11,7 @@ import torch
 
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec
+from gkd.data.scatter import map_selected
 from tests.device import host, rank_device
 from tests.dist.frozen_cases import CUT, frozen_weights, sequences
 from tests.dist.helpers import caught
