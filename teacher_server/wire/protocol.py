@@ -420,7 +420,7 @@ class ErrorReply(Header, tag="error", omit_defaults=True):
         check_seconds(retry_after_s=self.retry_after_s)
 
 
-class ModelHeader(Header):
+class ModelHeader(Header, kw_only=True):
     """Description of a teacher's model. Fingerprints are empty if its folder has no tokenizer or no chat template."""
 
     teacher: Name
@@ -440,7 +440,7 @@ class ModelHeader(Header):
     image_probe: Probe = []  # see `vision.processor.ImageProcessor.probe`; empty: it takes no images
 
 
-class InfoReply(ModelHeader, tag="info", omit_defaults=True):
+class InfoReply(ModelHeader, tag="info", kw_only=True, omit_defaults=True):
     """Description of a teacher."""
 
     request_id: Id

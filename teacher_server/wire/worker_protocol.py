@@ -37,7 +37,7 @@ from teacher_server.wire.status import Gpu
 LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # reserved for the workers that a server starts
 
 
-class WorkerHello(ModelHeader, tag="hello"):
+class WorkerHello(ModelHeader, tag="hello", kw_only=True):
     """Registration and heartbeat of worker `name`. It accepts up to `credit_tokens` of unfinished requests.
 
     Credit is counted in tokens that its engine computes: `computed_tokens`.
