@@ -7,7 +7,7 @@ tests pass plain objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -296,11 +296,10 @@ class ActorRole(MovableStates, Protocol):
 class ReferenceRole(Protocol):
     def compute_logprobs(
         self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
-    ) -> Pending[list[Any]]:
+    ) -> ReferenceHandle:
         """Compute the reference model's logprobs of a batch, which may still wait for the teacher's scores.
 
-        For each chunk, in its order, `ScoredChunk.reference`; nothing without a reference. A call on the actor's ranks:
-        make it only from the thread that calls the actor.
+        A call on the actor's ranks: make it only from the thread that calls the actor.
 
         Args:
             blocking: wait for all ranks. Otherwise wait on the returned handle.
@@ -315,22 +314,15 @@ class WeightSyncRole(Protocol):
 
 
 class NoReference:
-    """The reference of a run without reference KL."""
+    """The reference of a run without reference KL: returns each batch unchanged."""
 
     def compute_logprobs(
         self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
-    ) -> Pending[list[Any]]:
+    ) -> ReferenceHandle:
         return self
 
-    def wait(self) -> list[Any]:
-        return []
-
-
-def with_reference(batch: Sequence[ScoredChunk], handles: Sequence[Any]) -> list[ScoredChunk]:
-    """Return a batch with the handles of its reference logprobs, which `ReferenceRole.compute_logprobs` returned."""
-    if not handles:
+    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
         return list(batch)
-    return [replace(chunk, reference=handle) for chunk, handle in zip(batch, handles, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,4 +379,14 @@ class RolloutStream(Protocol):
 
     def close(self) -> None:
         """Stop and drop unfinished sequences. Idempotent."""
+        ...
+
+
+class ReferenceHandle(Protocol):
+    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+        """Return the batch with `ScoredChunk.reference` set. Raises the error of a failed rank.
+
+        Args:
+            batch: the chunks of the call in the same order, scored meanwhile.
+        """
         ...

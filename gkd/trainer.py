@@ -22,7 +22,7 @@ from gkd.pipeline.colocation import GpuSharing
 from gkd.pipeline.evaluate import Evaluator
 from gkd.pipeline.replay import BatchRecorder
 from gkd.pipeline.staleness import check_staleness
-from gkd.roles import Roles, with_reference
+from gkd.roles import Roles
 from gkd.run.checkpoints import ACTOR, IN_FLIGHT
 from gkd.run.failure_policy import attempt, run_ending, save_and_export
 from gkd.run.folder import RunFolder
@@ -148,7 +148,7 @@ class Trainer:
         self.metrics.add_scored(part)
         check_staleness(part, self.step, self.source.max_staleness, self.config.trainer.scheduler)
         with m.stage("reference"):
-            return with_reference(part, reference.wait())
+            return reference.wait(part)
 
     def resume(self) -> None:
         """Load the checkpoint that the run resumes from, if any, and truncate the metrics to its step."""

@@ -61,7 +61,7 @@ class Pending:
     """Pending calls on many actors. Call `wait` on each: it raises the error of a failed call.
 
     Args:
-        refs, what, timeout_s: as in `gather`; or a function that starts the calls in `wait`, and may be repeated.
+        refs, what, timeout_s: as in `gather`.
         finish: makes the result of `wait` from the results of the calls by name.
         on_failure: is called with the errors of ranks that failed, by name; the others are still waited for. With None
             the first one is raised.
@@ -69,14 +69,14 @@ class Pending:
 
     def __init__(
         self,
-        refs: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        refs: Mapping[str, Any],
         what: str,
         timeout_s: float,
         *,
         finish: Callable[[dict[str, Any]], Any] = dict,
         on_failure: Callable[[dict[str, RankFailed]], None] | None = None,
     ) -> None:
-        self._refs = refs
+        self._refs = dict(refs)
         self._finish = finish
         self._what = what
         self._timeout_s = timeout_s
@@ -89,8 +89,7 @@ class Pending:
             timeout_s: from now; None = the limit given to the constructor.
         """
         failed: dict[str, RankFailed] | None = None if self._on_failure is None else {}
-        refs = self._refs() if callable(self._refs) else self._refs
-        results = gather(refs, self._what, self._timeout_s if timeout_s is None else timeout_s, failed)
+        results = gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s, failed)
         if self._on_failure is not None and failed:
             self._on_failure(failed)
         return self._finish(results)

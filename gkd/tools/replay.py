@@ -21,7 +21,7 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.hf.hub import with_local_copies
 from gkd.metrics.writer import read_metrics
-from gkd.roles import ReferenceRole, ScoringRole, with_reference
+from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
 from gkd.run.open import check_same_files, check_same_run, check_same_teacher
@@ -214,7 +214,7 @@ def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], Comparison]:
 
 def _scored(pending: list[PendingScores], reference: ReferenceRole, scoring: ScoringRole) -> list[ScoredChunk]:
     logprobs = reference.compute_logprobs(pending, blocking=False)
-    return with_reference(scoring.collect(pending), logprobs.wait())
+    return logprobs.wait(scoring.collect(pending))
 
 
 def compared(recorded: dict[str, Any], stats: TrainStats, rtol: float) -> tuple[str, str, bool]:

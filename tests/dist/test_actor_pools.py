@@ -24,7 +24,6 @@ from gkd.data.scatter import scatter_to_ranks
 from gkd.errors import ClusterError, NumericsError, TeacherError, WeightSyncError
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import KINDS
-from gkd.roles import with_reference
 from gkd.rollout.driver.weight_sync import WeightSync
 from gkd.scoring.group_endpoint import GroupEndpoint
 from gkd.scoring.pool import RECORDS
@@ -192,8 +191,8 @@ def reference(host_actor: Actor, endpoints: list[Any]) -> ReferencePool:
     return ReferencePool(host_actor.workers, endpoints, host_actor.config)
 
 
-def logprobs(handles: list[Any]) -> list[list[np.ndarray]]:
-    return [[np.array(table) for table in chunk] for chunk in ray.get(handles)]
+def logprobs(chunks: list[ScoredChunk]) -> list[list[np.ndarray]]:
+    return [[np.array(table) for table in chunk] for chunk in ray.get([chunk.reference for chunk in chunks])]
 
 
 def same(one: list[list[np.ndarray]], two: list[list[np.ndarray]]) -> bool:
@@ -208,7 +207,7 @@ def test_an_actor_before_its_first_step_is_its_reference(host_actor: Actor, refe
     """Fails if the actor's logprobs reach other sequences, are of other tokens, or need scores."""
     pending = [PendingScores(chunk.rollouts, None, None) for chunk in batch()]
     found = host_actor.pool.compute_logprobs(pending, blocking=False)
-    wanted = logprobs(reference.compute_logprobs(batch()).wait())
+    wanted = logprobs(reference.compute_logprobs(batch()).wait(batch()))
     for own, other in zip(found.wait(), wanted, strict=True):
         for one, two in zip(own, other, strict=True):
             np.testing.assert_allclose(one, two, atol=1e-5)
@@ -218,7 +217,7 @@ def test_an_actor_before_its_first_step_is_its_reference(host_actor: Actor, refe
 def test_states_on_the_host_stay_there(host_actor: Actor, reference: ReferencePool) -> None:
     """Fails if actor.fsdp_cpu_offload does not reach the students, or actor.offload_train moves their states anyway."""
     scored = batch()
-    chunks = with_reference(scored, reference.compute_logprobs(scored).wait())
+    chunks = reference.compute_logprobs(scored).wait(scored)
     for _ in range(2):
         assert host_actor.pool.train_step(chunks).grad_norm > 0
         assert host_actor.device_bytes() == dict.fromkeys(KINDS, 0)
@@ -230,9 +229,9 @@ def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:
     call.
     """
     good = batch()
-    expected = logprobs(reference.compute_logprobs(good).wait())
+    expected = logprobs(reference.compute_logprobs(good).wait(good))
     pending = reference.compute_logprobs(good, blocking=False)
-    assert same(logprobs(pending.wait(60)), expected) and same(logprobs(pending.wait(60)), expected)
+    assert same(logprobs(pending.wait(good, 60)), expected) and same(logprobs(pending.wait(good, 60)), expected)
     assert all((table < 0).all() for chunk in expected for table in chunk)
     first, second = good
     rollouts = ray.get(second.rollouts.ref)
@@ -241,14 +240,14 @@ def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:
     failing = reference.compute_logprobs(failing_batch, blocking=False)
     for _ in range(2):
         with pytest.raises(TeacherError):
-            failing.wait(60)
-    assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(60)), expected)
+            failing.wait(failing_batch, 60)
+    assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(good, 60)), expected)
 
 
 def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
     """Fails if a forward pass computes responses that no term needs, or logprobs reach other sequences."""
     first, second = batch()
-    expected = logprobs(reference.compute_logprobs([first, second]).wait())
+    expected = logprobs(reference.compute_logprobs([first, second]).wait([first, second]))
     rollouts = ray.get(first.rollouts.ref)
     # A sequence that cannot be scored: computing it would raise an error.
     unscorable = [replace(r, prompt_ids=r.prompt_ids[:0], on_policy=False) for r in rollouts]
@@ -256,7 +255,7 @@ def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
         ([changed(first, unscorable, on_policy=False), second], (1,)),
         ([changed(first, unscorable, on_policy=False)], ()),
     ):
-        found = logprobs(reference.compute_logprobs(chunks).wait())
+        found = logprobs(reference.compute_logprobs(chunks).wait(chunks))
         assert same([found[i] for i in indices], [expected[i] for i in indices])
         assert [table.tolist() for table in found[0]] == [[0.0] * len(r.response_ids) for r in rollouts]
         assert {table.dtype for table in found[0]} == {np.dtype(np.float32)}

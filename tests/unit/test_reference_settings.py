@@ -180,12 +180,11 @@ class Recorder:
 
     def compute_logprobs(self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True) -> Recorder:
         self.world.events.append("reference")
-        self.n_chunks = len(batch)
         return self
 
-    def wait(self) -> list[str]:
+    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
         self.world.events.append("reference waits")
-        return ["logprobs"] * self.n_chunks
+        return [replace(chunk, reference="logprobs") for chunk in batch]
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,31 @@ class NoTeacher(LocalScoring):
         return [ScoredChunk(chunk.rollouts, None, None, 0) for chunk in pending]
 
 
+class PendingReference:
+    """A batch whose reference logprobs are being computed.
+
+    Args:
+        begin: starts the calls; returns them and each chunk's handle of logprobs.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[Pending, list[Any]]]) -> None:
+        self._begin = functools.cache(begin)
+
+    def start(self) -> Pending:
+        """Start the calls now instead of in `wait`, and return them."""
+        return self._begin()[0]
+
+    def wait(self, batch: Sequence[ScoredChunk], timeout_s: float | None = None) -> list[ScoredChunk]:
+        """Return the batch, each chunk with the handle of its logprobs. May be repeated. Raises as `Pending.wait`.
+
+        Args:
+            batch: the chunks of the call, scored, in the same order.
+        """
+        calls, handles = self._begin()
+        calls.wait(timeout_s)
+        return [replace(chunk, reference=handle) for chunk, handle in zip(batch, handles, strict=True)]
+
+
 class ReferencePool:
     """Implement `gkd.roles.ReferenceRole` over the actor's workers, in rank order, and the scoring endpoints."""
 
@@ -108,21 +133,21 @@ class ReferencePool:
         # A local teacher scores on the same ranks, with the actor's weights offloaded: before they are reloaded here.
         self._starts_in_wait = derived.teacher_pool == ACTOR
 
-    def compute_logprobs(self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True) -> Pending:
+    def compute_logprobs(
+        self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
+    ) -> PendingReference:
         """Compute the reference logprobs of a batch, see `gkd.roles.ReferenceRole`.
 
         The reference term excludes dataset responses: they get zeros without a forward pass.
         """
-        begin = functools.cache(functools.partial(self._begin, [chunk.rollouts for chunk in batch]))
-        pending = Pending(lambda: begin()[0], "reference logprobs", self._timeout_s, finish=lambda _: list(begin()[1]))
+        pending = PendingReference(functools.partial(self._begin, [chunk.rollouts for chunk in batch]))
         if blocking:
-            pending.wait()
+            pending.start().wait()
         elif not self._starts_in_wait:
-            begin()
+            pending.start()
         return pending
 
-    def _begin(self, batch: Sequence[RolloutChunk]) -> tuple[dict[str, Any], list[Any]]:
-        """Start the calls; return them, and each chunk's handle of logprobs."""
+    def _begin(self, batch: Sequence[RolloutChunk]) -> tuple[Pending, list[Any]]:
         on_policy = [chunk for chunk in batch if chunk.on_policy]
         calls, results = call_scattered(self._workers, self._method, on_policy, **self._options)
         computed = iter(results)
@@ -136,7 +161,7 @@ class ReferencePool:
                 handles.append(gather_results.remote(reply.sequence_indices, *reply.refs))
             else:
                 handles.append(endpoint.zeros.options(concurrency_group=RECORDS).remote(chunk.ref))
-        return calls, handles
+        return Pending(calls, "reference logprobs", self._timeout_s), handles
 
 
 @dataclass(slots=True)

@@ -92,7 +92,6 @@ class FsdpStudent(Student):
         on_phase = args.get("on_phase", no_phase)
         dtype = args["dtype"]
         device = args["device"]
-        self._packing = packing
         folder = Path(model_path)
         adapted = self.lora is not None
         on_phase("building the model")
@@ -117,6 +116,8 @@ class FsdpStudent(Student):
         self.n_head_rows = int(hf.config.get_text_config().vocab_size)
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
         self.model.image_processor = reader
+        self.model.fused = self._fused
+        self.model.packing = packing
         if cp > 1:
             group, _ = dist.new_subgroups(cp, timeout=timedelta(seconds=collective_timeout_s))
             on_phase(f"probing group cp of ranks {dist.get_process_group_ranks(group)}")
@@ -150,9 +151,7 @@ class FsdpStudent(Student):
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`."""
         with disabled_adapters(self.model) if disable_adapter else nullcontext():
-            return run_logprobs(
-                self.model, micro_batches, self.loss, fused=self._fused, packing=self._packing, device=self.device
-            )
+            return run_logprobs(self.model, micro_batches, self.loss, self.device)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         if content == "adapters":
@@ -209,15 +208,7 @@ class FsdpStudent(Student):
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         del completes  # each part's gradients are reduced, and divided in the step
         try:
-            return run_batch(
-                self.model,
-                micro_batches,
-                self.loss,
-                fused=self._fused,
-                packing=self._packing,
-                backward=backward,
-                device=self.device,
-            )
+            return run_batch(self.model, micro_batches, self.loss, self.device, backward=backward)
         except BaseException:
             self._zero_grads()
             raise

@@ -104,7 +104,8 @@ class ZmqTeacher:
     def health(self) -> TeacherHealth:
         """See `Teacher.health`."""
         client = self._client
-        return TeacherHealth(client.silent_s, self._budget_s, client.n_in_flight, client.n_workers, client.n_queued)
+        server = client.connection
+        return TeacherHealth(client.silent_s, self._budget_s, client.n_in_flight, server.n_workers, server.n_queued)
 
     def info(self) -> TeacherInfo:
         """See `Teacher.info`; blocks until the server has loaded a model or the outage budget is spent."""
