@@ -12,6 +12,7 @@ For tests: with TRITON_INTERPRET=1 in the environment before triton is first imp
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -19,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gkd.errors import NumericsError
-from gkd.loss.row_kernels import RowGradient
+
+if TYPE_CHECKING:
+    from gkd.loss.row_kernels import RowGradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
