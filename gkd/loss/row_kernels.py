@@ -27,7 +27,7 @@ _SAFE_NORMALIZER = 50.0
 
 
 class RowGradient(NamedTuple):
-    """What the gradient of rows is made of."""
+    """Hold what the gradient of rows is made of."""
 
     columns: Tensor  # [n, C] int64 in [0, v); -1 = none. Repeated columns are summed
     column_grad: Tensor  # [n, C] statistics dtype; ignored where the column is -1

@@ -73,7 +73,7 @@ class Plan:
     train_prompts: list[Prompt] = field(repr=False)
     val_prompts: list[Prompt] = field(repr=False)
     teachers: tuple[TeacherInfo, ...]  # one per route, see `Derived.routes`
-    comparison: Comparison  # of student and teacher
+    comparison: Comparison  # how student and teacher are compared
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
     # The settings. cluster.gpus, memory.strategy and rollout.max_num_seqs are replaced by what fits, and the names of
     # the hub by their commits.

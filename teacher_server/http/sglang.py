@@ -29,7 +29,7 @@ from teacher_server.wire.table import TopKTable
 
 
 class _Refused(msgspec.Struct):
-    """What is generated, other models, and images."""
+    """Refuse what is generated, other models, and images."""
 
     stream: bool | None = None
     token_ids_logprob: object = None

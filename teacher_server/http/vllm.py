@@ -38,7 +38,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Refused(msgspec.Struct):
-    """Other tokens than the prompt's, images, and what is generated."""
+    """Refuse other tokens than the prompt's, images, and what is generated."""
 
     n: int | None = None
     stream: bool | None = None
