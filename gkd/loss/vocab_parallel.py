@@ -172,10 +172,10 @@ def write_logits_gradient(
         by = RowGradient(
             columns[:, n_listed:],
             grad[:, n_listed:],
-            grad_sum * rows.tail.exp() - grad_tail,
+            row_grad=grad_sum * rows.tail.exp() - grad_tail,
             # q_v / t; it may overflow for v in the list, but those are overwritten below.
-            rows.log_normalizer + torch.where(has_tail, rows.tail, 0.0),
-            temperature,
+            log_normalizer=rows.log_normalizer + torch.where(has_tail, rows.tail, 0.0),
+            temperature=temperature,
         )
         kernels.write_gradient(logits_local[:, :v_valid], out[:, :v_valid], by)
         if n_listed:
