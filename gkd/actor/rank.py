@@ -135,8 +135,7 @@ class ActorRank:
         else:
             store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         backend = "nccl" if device == "cuda" else "gloo"
-        world_size = derived.world_size
-        dist.init_process_group(backend, store=store, rank=self._rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=derived.world_size, timeout=timeout)
         self._spans.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", derived.world_size)

@@ -115,8 +115,7 @@ class ActorWorker(ActorRank):
         if columns.rank:
             return stats
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
-        names = self._student.loss.evaluation_names
-        return replace(stats, tokens=token_records(batches, tables, names, kept, choices))
+        return replace(stats, tokens=token_records(batches, tables, self._student.loss.evaluation_names, kept, choices))
 
     def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
         """Compute the local teacher's scores of this rank's sequences. Collective, also for a rank without sequences.
@@ -198,8 +197,7 @@ class ActorWorker(ActorRank):
     def export_hf(self, folder: Path) -> None:
         """Export the student as a Hugging Face folder, written by rank 0. Collective."""
         with self._phase(Phase.EXPORT, [PARAMS]):
-            stop_ids = self._config.rollout.stop_token_ids
-            self._student.save_hf(folder, self._config.model.path, stop_ids=stop_ids)
+            self._student.save_hf(folder, self._config.model.path, stop_ids=self._config.rollout.stop_token_ids)
         log_gpu_memory_usage("exported", self._log, rank=None, device=self._device)
 
     def export_plan(self, content: Content) -> list[TensorSpec]:

@@ -411,8 +411,7 @@ def common_vocab(config: Config, teachers: Sequence[TeacherInfo], tokenizer: Any
     n_vocab = config.model.n_vocab or n_student_vocab
     for route, teacher in zip(config.derived.routes, teachers, strict=True):
         n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
-        trusts = config.model.trust_remote_code
-        differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=trusts)
+        differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=config.model.trust_remote_code)
         for warning in (throttle_warning(config.teacher, teacher), differing):
             if warning:
                 log.warning("%s", warning)

@@ -156,8 +156,7 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
     n_tokens = sum(map(len, texts))
     if n_begins < LEAST_PAIRED * n_tokens or not n_begins:
         problem = f"only {n_begins} of {n_tokens} tokens of the run's texts have the same bytes in its tokens."
-        fix = "use a tokenizer that does not change texts."
-        raise config.error("teacher.tokenizer", problem, fix)
+        raise config.error("teacher.tokenizer", problem, "use a tokenizer that does not change texts.")
     common = sum(int(aligned.is_common.sum()) for aligned in alignments) / n_begins
     shares = ""
     if not config.derived.teacher_pool:

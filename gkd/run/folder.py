@@ -160,8 +160,7 @@ class RunFolder:
         Raises:
             CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
         """
-        documents = {STATE: state.to_bytes(), **self.identity()}
-        manifest = self.store.commit(state.step, documents, written)
+        manifest = self.store.commit(state.step, {STATE: state.to_bytes(), **self.identity()}, written)
         self.prune_checkpoints(best)
         return manifest
 

@@ -118,8 +118,7 @@ def _start(
     of_actor, env = (worker_env(on_cpu, chunk_size(config), n_threads=n) for n in threads)
     shares = ", with {} and {} CPU threads a rank".format(*threads) if on_cpu else ""
     n_ranks = actor_slots.spec.world_size
-    n_engines = config.derived.n_engines
-    log.info("starting %d actor ranks and %d rollout engines%s", n_ranks, n_engines, shares)
+    log.info("starting %d actor ranks and %d rollout engines%s", n_ranks, config.derived.n_engines, shares)
     of_actor |= actor_env(config, on_cpu)
     actor_workers = actor_slots.spawn(ActorWorker, of_actor, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
     actor = ActorPool(actor_workers, config)
@@ -239,12 +238,11 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if config.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
-    probes = [info.probe for info in plan.teachers]
     args = (
         plan.comparison,
         [info.fingerprint for info in plan.teachers],
         windows,
-        probes,
+        [info.probe for info in plan.teachers],
         [info.numerics for info in plan.teachers],
         [info.model_name for info in plan.teachers],
     )

@@ -157,8 +157,7 @@ class TokenizerPair(Comparison):
         encoder = self._encoders[1]
         begin = 0
         for mark in [*_MARKS.finditer(text), None]:
-            part = text[begin : mark.start() if mark else None]
-            piece, is_whole = encoder.encode(part)
+            piece, is_whole = encoder.encode(text[begin : mark.start() if mark else None])
             ids += piece
             if not is_whole or mark is None:
                 break

@@ -126,9 +126,8 @@ def _answered(
     Args:
         of_teacher: [P] int32, the prompt that the teacher reads.
     """
-    seed = plan.config.data.seed
     named = [
-        NamedPrompt(decode_row(prompt.row or b"")[0], ids, sequence_seed(seed, prompt.prompt_id))
+        NamedPrompt(decode_row(prompt.row or b"")[0], ids, sequence_seed(plan.config.data.seed, prompt.prompt_id))
         for prompt, ids in zip(plan.prompts[first:], of_teacher[first:], strict=True)
     ]
     longest = max((len(prompt.ids) for prompt in named), default=1)

@@ -154,9 +154,8 @@ def replayed(case: Case) -> list[TrainStats]:
         cluster = make_cluster(config, on_cpu=device == "cpu", pools=[spec])
         try:
             slots = cluster.make_pools([spec], timeout_s)[ACTOR_POOL]
-            groups = actor_worker.CONCURRENCY_GROUPS
             env = worker_env(device == "cpu", n_threads=cpu_threads(config)[0])
-            workers = slots.spawn(actor_worker.ActorWorker, env, concurrency_groups=groups)
+            workers = slots.spawn(actor_worker.ActorWorker, env, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
             actor = ActorPool(workers, config)
             building = actor.init_model(device, _total_steps(case), timeout_s, comparison)
             gather(building, "init_model", timeout_s)

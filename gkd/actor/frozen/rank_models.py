@@ -86,8 +86,7 @@ class FrozenModels:
         """
         assert self._reference is not None
         temperature = self._config.teacher.temperature
-        n_vocab = self._student.n_vocab
-        params = ScoreParams("sampled", temperature=temperature, n_vocab=n_vocab)
+        params = ScoreParams("sampled", temperature=temperature, n_vocab=self._student.n_vocab)
         return [cast(np.ndarray, table) for (table,) in self._reference.score(rollouts, [params])]
 
     def student_logprobs(self, rollouts: Sequence[Rollout], *, disable_adapter: bool) -> list[np.ndarray]:
@@ -201,7 +200,6 @@ class LocalTeacher:
         teacher = config.teacher
         wire = cast(Wire, teacher.wire) if signal == "logits" else "fp32"
         if signal == "topk":
-            with_sampled = "sampled" in self._signals
             return ScoreParams(
                 signal,
                 teacher.topk,
@@ -210,7 +208,7 @@ class LocalTeacher:
                 self._n_vocab,
                 wire,
                 n_given=self._n_student_ids,
-                with_sampled=with_sampled,
+                with_sampled="sampled" in self._signals,
             )
         temperature = 1.0 if signal == "hidden" else teacher.temperature
         return ScoreParams(signal, temperature=temperature, n_vocab=self._n_vocab, wire=wire)

@@ -139,12 +139,11 @@ class FsdpStudent(Student):
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self.live_states, before=self._host_copies.settle)
-        n_trained = sum(param.numel() for param in self._trained)
         log.info(
             "%s: %d layers, %d trained parameters over %d ranks",
             hf.config.model_type,
             n_layers,
-            n_trained,
+            sum(param.numel() for param in self._trained),
             dist.get_world_size(),
         )
 
@@ -261,11 +260,10 @@ class FsdpStudent(Student):
 
     def _meta(self) -> dict[str, Any]:
         """Return what must match on load, and what decides whether generators are restored; JSON data."""
-        scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
         return {
             "strategy": "fsdp2",
             "dtype": str(self._dtype).removeprefix("torch."),
-            "lora_scale": scale,
+            "lora_scale": next((adapter.scale for adapter in self._adapters.values()), 0.0),
             "base": self._base_digest,  # digest of the frozen weights, which are not saved; empty without any
             "shapes": {name: list(place.shape) for name, place in self.trained_places().items()},
             "world_size": dist.get_world_size(),

@@ -213,8 +213,7 @@ class RolloutPool:
         members = self.engines.up()
         calls = {index: worker.usage.remote() for index, worker in members.items()}
         engines = [usage for usage in self._settled(members, calls, "usage").values() if usage is not None]
-        memory = merge([engine.memory for engine in engines])
-        return RolloutUsage(engines, memory, self.engines.take_restarts())
+        return RolloutUsage(engines, merge([engine.memory for engine in engines]), self.engines.take_restarts())
 
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
         """See `RolloutRole.offload_states`. Until `reload_states` no engine is restarted.
