@@ -361,29 +361,32 @@ class Student(ABC):
     def _grad_norm(self, n_loss_tokens: int) -> float:
         """Return the global norm of the token-mean gradient, before clipping."""
 
-    def _build_loss(self, args: StudentArgs, shard: VocabShard) -> DistillLoss:
-        """Return the loss of a rank with the logits of `shard`, of the loss rows in its columns.
-
-        Raises ConfigError: this host does not have a loss, or triton for a GPU.
-        """
-        shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
-        for term in args["loss"].divergences:
-            divergence_of(term.name)  # a function that this host does not have is an error here, not in the first step
-        kernels = row_kernels(self.device)
-        log.info("loss kernels: %s", kernels.name)
-        units = None
-        if isinstance(self.comparison, TokenizerPair) and self.n_head_rows:
-            units = UnitTables(self.comparison, shard=shard, n_local=self.n_head_rows, device=self.device)
-        return DistillLoss(
-            args["loss"],
-            tuple(args.get("signals", ("topk",))),
-            shard,
-            kernels,
-            chunk_bytes=logits_chunk_bytes(on_cpu=self.device.type == "cpu"),
-            units=units,
-            columns=self.columns,
-        )
-
     @abstractmethod
     def _update(self, lr: float, grad_norm: float, n_loss_tokens: int) -> None:
         """Clip the gradients, wait for `_host_copies`, and update weights and optimizer state."""
+
+
+def build_loss(args: StudentArgs, shard: VocabShard, columns: Columns, n_head_rows: int) -> DistillLoss:
+    """Return the loss of a student whose rank has the logits of `shard`, of the loss rows in its columns.
+
+    Raises ConfigError: this host does not have a loss, or triton for a GPU.
+    """
+    shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
+    for term in args["loss"].divergences:
+        divergence_of(term.name)  # a function that this host does not have is an error here, not in the first step
+    device = args["device"]
+    kernels = row_kernels(device)
+    log.info("loss kernels: %s", kernels.name)
+    comparison = args.get("comparison")
+    units = None
+    if isinstance(comparison, TokenizerPair) and n_head_rows:
+        units = UnitTables(comparison, shard=shard, n_local=n_head_rows, device=device)
+    return DistillLoss(
+        args["loss"],
+        tuple(args.get("signals", ("topk",))),
+        shard,
+        kernels,
+        chunk_bytes=logits_chunk_bytes(on_cpu=device.type == "cpu"),
+        units=units,
+        columns=columns,
+    )

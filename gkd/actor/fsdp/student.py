@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.agree import probe_group, same_error
-from gkd.actor.common.base import Student, StudentArgs, no_phase
+from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.hf_folder import Readers, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.lora import merge
@@ -135,7 +135,7 @@ class FsdpStudent(Student):
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
-        self.loss = self._build_loss(args, VocabShard(0, self.n_head_rows, None))
+        self.loss = build_loss(args, VocabShard(0, self.n_head_rows, None), self.columns, self.n_head_rows)
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self.live_states, before=self._host_copies.settle)

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from gkd.actor.common.agree import distinct_groups, probe_group
-from gkd.actor.common.base import Student, StudentArgs, no_phase
+from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
@@ -113,7 +113,8 @@ class MegatronStudent(Student):
             if "word_embeddings" in name and layout.world_size == 1 and hasattr(param, "main_grad"):
                 param.adds_gradient_in_place = True  # type: ignore[attr-defined]
         tp_group = groups.tp if layout.tp > 1 else None
-        self.loss = self._build_loss(args, VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group))
+        shard = VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group)
+        self.loss = build_loss(args, shard, self.columns, self.n_head_rows)
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
         config.finalize_model_grads_func = self._finalize_grads
