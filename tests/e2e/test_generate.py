@@ -15,7 +15,7 @@ import pytest
 from gkd.config.load import load_config
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.errors import ConfigError
-from gkd.preflight.generation import check_generation
+from gkd.preflight.dataset import check_generation
 from tests.e2e.conftest import EOS, Lab
 from tests.processes import wait_until
 from tests.service.harness import ServerProcess

@@ -127,7 +127,7 @@ def test_a_padded_teacher_vocabulary_is_truncated_to_the_shared_ids(lab: Lab) ->
     """If it fails, models of one tokenizer with different embedding padding (Qwen2.5 1.5B and 7B) cannot be paired."""
     with ServerProcess(resized(lab.teacher, 32064), lab.root) as server:
         plan = planned(lab, server.port, f"trainer.run_dir={lab.root / 'padded_run'}")
-        assert (plan.n_vocab, plan.teachers[0].vocab_size, plan.eos_ids) == (32003, 32064, [EOS])
+        assert (plan.comparison.n_vocab, plan.teachers[0].vocab_size, plan.eos_ids) == (32003, 32064, [EOS])
 
 
 def test_a_teacher_without_tokenizer(lab: Lab) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.preflight.dataset import check_scoring
 from gkd.preflight.run import preflight
-from gkd.preflight.scoring import check_scoring
 from gkd.scoring.teacher.store import SUFFIX
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import Lab, _words

@@ -15,6 +15,7 @@ from gkd.config.load import load_config
 from gkd.errors import TeacherError
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from teacher_server.wire.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
 from tests.refusals import refuses
 from tests.service.harness import connect, random_rollouts, score, submit, table_of
@@ -199,7 +200,7 @@ def test_another_model_is_named() -> None:
     other = {"model_fingerprint": "model-b"}
     with ScriptedServer(lambda r, t, n: [valid_reply(r, t, **other)], info={**other, "model_name": "new"}) as server:
         config = load_config(None, [f"teacher.server_port={server.port}", f"teacher.topk={K}"])
-        endpoint = ScoringEndpoint(config, N_VOCAB, ["model-a"], [Window(4, 1)], names=["old"])
+        endpoint = ScoringEndpoint(config, Comparison(N_VOCAB), ["model-a"], [Window(4, 1)], names=["old"])
         with pytest.raises(TeacherError, match=r"new \(model-b\).*model-a \(old\)"):
             endpoint.score(random_rollouts(2, N_VOCAB))
         endpoint.clients()[0].close()

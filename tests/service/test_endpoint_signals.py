@@ -20,6 +20,7 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
 from tests.processes import wait_until
@@ -40,7 +41,9 @@ def endpoint(
     """Open an endpoint and its client, which is closed at the end."""
     settings = (f"teacher.server_port={port}", "teacher.topk=8", "teacher.wire=fp32", "teacher.request_timeout_s=20")
     temperature = f"teacher.temperature={TEMPERATURE}"
-    opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, [""], [Window(*window)])
+    opened = ScoringEndpoint(
+        load_config(None, [*settings, temperature, *overrides]), Comparison(n_vocab), [""], [Window(*window)]
+    )
     with opened.clients()[0] as client:
         yield opened, client
 

@@ -18,6 +18,7 @@ from gkd.errors import TeacherUnavailable
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from gkd.types import Rollout
 from tests.processes import wait_until
 from tests.refusals import refuses
@@ -34,7 +35,7 @@ def endpoint(*overrides: str) -> Iterator[ScoringEndpoint]:
     settings = ("teacher.topk=8", "teacher.wire=fp32", "data.teacher_key=d", "teacher.outage_budget_s=1.5")
     config = load_config(None, [*settings, *overrides])
     n_routes = len(config.derived.routes)
-    opened = ScoringEndpoint(config, CUT, [""] * n_routes, [Window(16, 3)] * n_routes)
+    opened = ScoringEndpoint(config, Comparison(CUT), [""] * n_routes, [Window(16, 3)] * n_routes)
     with ExitStack() as stack:
         for client in opened.clients():
             stack.enter_context(client)
