@@ -7,16 +7,16 @@ from tests.mutants.mutant import Mutant
 # A mutant is three lines: name, folder and test; the text; its replacement.
 _MUTANTS = r"""
 # Divergences over a table of outcomes, and their closed-form derivatives.
-loss_forward_kl_is_reverse gkd/loss test_loss_gradient.py
+loss_forward_kl_is_reverse gkd/loss test_loss_paths.py
 return _x_log_ratio(log_p, log_q).sum(dim=-1)
 return _x_log_ratio(log_q, log_p).sum(dim=-1)
-loss_jsd_weights_swapped gkd/loss test_loss_gradient.py
+loss_jsd_weights_swapped gkd/loss test_loss_paths.py
 term.beta * teacher + (1.0 - term.beta) * student
 (1.0 - term.beta) * teacher + term.beta * student
-loss_skew_kl_mixes_the_wrong_share gkd/loss test_loss_gradient.py
+loss_skew_kl_mixes_the_wrong_share gkd/loss test_loss_paths.py
 _log_mixture(log_p, log_q, term.alpha)
 _log_mixture(log_q, log_p, term.alpha)
-loss_renorm_of_the_student_alone gkd/loss test_loss_gradient.py
+loss_renorm_of_the_student_alone gkd/loss test_loss_paths.py
 return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)
 return log_q.log_softmax(dim=-1), log_p
 loss_empty_tail_is_an_outcome gkd/loss test_loss_properties.py
