@@ -124,10 +124,9 @@ class ModelDims:
     def dense_params(self, layer: int, tp: int = 1) -> int:
         """Parameters of one layer on one of `tp` ranks, without its experts."""
         h = self.hidden_size
-        d = self.head_dim
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
-        n = n // tp + (4 if self.is_gemma else 2) * h + (2 * d if self.qk_norm else 0)
+        n = n // tp + (4 if self.is_gemma else 2) * h + (2 * self.head_dim if self.qk_norm else 0)
         n += (self.q_columns + self.kv_columns) // tp if self.post_norm else 0
         if self.moe is not None and self.is_moe_layer(layer):
             router = self.n_experts * h + (h if self.moe.shared_gate else 0)

@@ -92,8 +92,7 @@ def refuse_features(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         features.append("attention to later tokens")
     if features:
-        problem = f"{type(module).__name__} uses {' and '.join(features)}."
-        raise ConfigError("actor.packing", True, problem, _FIX)
+        raise ConfigError("actor.packing", True, f"{type(module).__name__} uses {' and '.join(features)}.", _FIX)
 
 
 def _has_masked_window(module: nn.Module) -> bool:
