@@ -14,7 +14,15 @@ from gkd.config.schedule import LOSSES, OF_ROLLOUTS, REWARD_WEIGHT, points_probl
 from gkd.config.schema import ENGINE_RANKS, Config, Derived, Route
 from gkd.config.schema_actor import BACKENDS as STUDENT_BACKENDS
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, STREAM
-from gkd.config.schema_teacher import BACKENDS, DIVERGENCES, HTTP
+from gkd.config.schema_teacher import (
+    BACKENDS,
+    DIVERGENCES,
+    HTTP,
+    PROMPT_FUNCTION,
+    RESPONSE_WEIGHT,
+    RESPONSE_WEIGHTS,
+    SOLVED_SIBLING,
+)
 from gkd.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a metric's name
@@ -153,9 +161,11 @@ def check_reward(config: Config) -> None:
         raise ConfigError("reward.functions", paths, "two functions have the same name.", "name each once.")
     if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
         raise config.error("eval.answer_marker", "exact_match needs one.", "set it, or use another function.")
-    if distill.response_weight != "none" and any(entry.weight < 0 for entry in reward.functions):
-        problem = "a function of reward.functions has a negative weight, so a large reward does not mean correct."
-        raise config.error("distill.response_weight", problem, "give all functions positive weights.")
+    names = {RESPONSE_WEIGHT: RESPONSE_WEIGHTS[1:], PROMPT_FUNCTION: (SOLVED_SIBLING,)}
+    for key in (key for key, values in names.items() if config.value(key) in values):
+        if any(entry.weight < 0 for entry in reward.functions):
+            problem = "a function of reward.functions has a negative weight, so a large reward does not mean correct."
+            raise config.error(key, problem, "give all functions positive weights.")
     if not distill.reward_weight:
         return
     sampled = config.rollout.temperature
@@ -184,6 +194,10 @@ def check_prompts(config: Config) -> None:
     paths = (config.eval.metric, *config.derived.rewards)
     if config.teacher.prompt_template:
         template_parts(config.teacher.prompt_template)
+    longest = config.derived.max_sequence_length
+    if config.teacher.prompt_function == SOLVED_SIBLING and config.data.max_teacher_prompt_length < longest:
+        problem = f"solved_sibling puts a response in front of a prompt, together up to {longest} tokens."
+        raise config.error("data.max_teacher_prompt_length", problem, f"use {longest} and room for a sentence.")
     if config.distill.skip_first_tokens >= config.data.max_response_length:
         problem = f"a response has at most data.max_response_length = {config.data.max_response_length} tokens."
         raise config.error("distill.skip_first_tokens", problem, "use less, so that some carry loss.")

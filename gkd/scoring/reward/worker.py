@@ -1,7 +1,7 @@
 """The functions that judge responses, and the process that calls them, which `gkd.hosts.Host` starts.
 
-The parent sends one `Start`, then lists of `Case`s. The worker answers each call of a function with a `Value`, which
-tells the parent that the next call begins.
+The parent sends one `Start`, then lists of `Case`s or `Group`s. The worker answers each call of a function with a
+`Value`, which tells the parent that the next call begins.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import msgspec
 
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
+from gkd.config.schema_teacher import SOLVED_SIBLING
 from gkd.data.answers import is_correct
 from gkd.data.conversation import reference_text
 from gkd.data.row_files import decode_row
 from gkd.errors import RewardError
 from gkd.hosts import Parent, Ready
+from gkd.scoring.reward.groups import Group, checked_result, solved_sibling
 from gkd.user_code import blame, encodable, finite_number, import_function, shown, traceback_of_user
 
 # Parameters of functions of other frameworks, which get other arguments, or a whole batch.
@@ -62,6 +64,7 @@ class Case:
 
 
 Judge = Callable[[Case], float]
+GroupJudge = Callable[[Group], list[Any] | str]
 
 
 class Undecided(Exception):
@@ -93,15 +96,35 @@ def judge_of(path: str, config: Config) -> Judge:
         return _environment_reward
     if path == LENGTH:
         return lambda case: case.n_tokens / config.data.max_response_length
-    try:
-        function = import_function(path)
-    except ImportError as error:
-        raise RewardError(str(error)) from error
+    function = _imported(path)
     if problem := _problem_of(function):
         raise RewardError(f"{path}: {problem}; write a function of (prompt, response, row) that calls it")
     if takes_messages(function):
         return lambda case: function(case.prompt, case.response, case.row, messages=case.messages)
     return lambda case: function(case.prompt, case.response, case.row)
+
+
+def group_judge_of(key: str, path: str) -> GroupJudge:
+    """Return the function of a key that gets all responses to a prompt; it returns a text if its result is wrong.
+
+    Raises RewardError as `judge_of`.
+    """
+    function = solved_sibling if path == SOLVED_SIBLING else _imported(path)
+    problem = _problem_of_kind(function)
+    try:
+        _signature(function).bind(None)
+    except TypeError as error:
+        problem = f"it cannot be called with one argument ({error})"
+    if problem:
+        raise RewardError(f"{path}: {problem}; {key} needs a function of (group)")
+    return lambda group: checked_result(key, len(group.responses), function(group))
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    try:
+        return import_function(path)
+    except ImportError as error:
+        raise RewardError(str(error)) from error
 
 
 def _problem_of(function: Callable[..., Any]) -> str:
@@ -111,13 +134,19 @@ def _problem_of(function: Callable[..., Any]) -> str:
         return f"its parameter {foreign[0]} is that of {_OTHER_FORMS[foreign[0]]}'s form"
     if any(name in names[:3] and names.index(name) != place for place, name in enumerate(_ARGUMENTS)):
         return f"its parameters are {', '.join(names)}, in another order"
-    kinds = inspect.isclass, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
-    if any(is_kind(target) for is_kind in kinds for target in (function, type(function).__call__)):
-        return "it is a class, or is async or a generator, and returns no number"
+    if problem := _problem_of_kind(function):
+        return problem
     try:
         _signature(function).bind(*_ARGUMENTS, **({"messages": None} if takes_messages(function) else {}))
     except TypeError as error:
         return f"it cannot be called with three arguments ({error})"
+    return ""
+
+
+def _problem_of_kind(function: Callable[..., Any]) -> str:
+    kinds = inspect.isclass, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(target) for is_kind in kinds for target in (function, type(function).__call__)):
+        return "it is a class, or is async or a generator, and returns no value"
     return ""
 
 
@@ -200,27 +229,31 @@ class Start:
     Args:
         paths: of the functions.
         search_path: folders in which the driver finds modules.
+        groups: key and path of the functions that get groups; their positions follow those of `paths`.
     """
 
     config: Config
     paths: tuple[str, ...]
     search_path: tuple[str, ...]
+    groups: tuple[tuple[str, str], ...] = ()
 
 
 class Value(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Answer a call: a finite number, or one that stands for Undecided, see `UNKNOWN`.
 
     Args:
+        result: in place of the number, a value for each response of a group.
         problem: what is wrong with the call, one line; there are no further answers.
         trace: the traceback of the function.
     """
 
     number: float = 0.0
+    result: list[Any] = []
     problem: str = ""
     trace: str = ""
 
 
-def judged(cases: Sequence[Case], judges: Sequence[Judge]) -> Iterator[Value]:
+def judged(cases: Sequence[Case | Group], judges: Sequence[Judge | GroupJudge]) -> Iterator[Value]:
     """Call each function for the first case, then for the next one, and yield the values."""
     for case, judge in product(cases, judges):
         value = _call(judge, case)
@@ -229,9 +262,12 @@ def judged(cases: Sequence[Case], judges: Sequence[Judge]) -> Iterator[Value]:
             return
 
 
-def _call(judge: Judge, case: Case) -> Value:
+def _call(judge: Any, case: Case | Group) -> Value:
     try:
-        number = finite_number(judge(case))
+        returned = judge(case)
+        if isinstance(case, Group):
+            return Value(problem=f"returned {returned}") if isinstance(returned, str) else Value(result=returned)
+        number = finite_number(returned)
     except Undecided as undecided:
         return Value(UNKNOWN[str(undecided)])
     except BaseException as error:  # SystemExit is caught, too: it is the function's own
@@ -240,11 +276,15 @@ def _call(judge: Judge, case: Case) -> Value:
     return Value(problem=f"returned {number}") if isinstance(number, str) else Value(number)
 
 
+def _judges(start: Start) -> list[Judge | GroupJudge]:
+    return [*(judge_of(path, start.config) for path in start.paths), *(group_judge_of(*own) for own in start.groups)]
+
+
 def main() -> None:
     """Serve functions, by their positions in `Start.paths`, and cases, until the parent ends this process."""
     parent = Parent()
     start: Start = parent.receive()
-    judges = parent.load(start.search_path, lambda: [judge_of(path, start.config) for path in start.paths])
+    judges = parent.load(start.search_path, lambda: _judges(start))
     parent.send(Ready())
     while (message := parent.receive()) is not None:
         functions, cases = message
