@@ -171,7 +171,8 @@ class GroupEndpoint:
             CheckpointError: a file is unreadable or not a recording.
         """
         n = self._config.rollout.n
-        chunk_size = max(1, chunk_size // n) * n  # some functions need all responses to a prompt
+        if self._config.derived.groups:  # whole groups
+            chunk_size = max(1, chunk_size // n) * n
         # All sequences of a chunk have the same `on_policy`, and all or none have scores.
         kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
         for file in files:
