@@ -82,7 +82,6 @@ teacher.backend=rollout | trainer.colocate | the engines sleep while the batch i
 teacher.fsdp_cpu_offload | teacher.backend=local trainer.colocate | engines need the GPUs, and the teacher's shards \
 would stay there
 teacher.mass | distill.support | it would drop the student's ids, to which the teacher gives little
-teacher.prompt_function | data.images_key | the prompts of a function have no images
 teacher.prompt_function | data.teacher_prompt_key | both give the teacher a prompt
 teacher.prompt_function | distill.on_policy_share=0 | it gets responses of the student
 teacher.prompt_function | teacher.prompt_template | both give the teacher a prompt

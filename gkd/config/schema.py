@@ -16,15 +16,7 @@ from gkd.config.loss_spec import REWARD, LossSpec, loss_spec, teacher_signals
 from gkd.config.schedule import LOSSES, OF_ROLLOUTS, REWARD_WEIGHT, value_at
 from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, has_expandable_segments
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections, Vision
-from gkd.config.schema_teacher import (
-    ACTOR,
-    BY_UNITS,
-    PROMPT_FUNCTION,
-    RESPONSE_WEIGHT,
-    ROLLOUT,
-    RouteConfig,
-    TeacherConfig,
-)
+from gkd.config.schema_teacher import ACTOR, BY_UNITS, GROUP_KEYS, ROLLOUT, SOLVED_SIBLING, RouteConfig, TeacherConfig
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
@@ -141,8 +133,7 @@ class Config(Sections):
         # The loss of each token contains a sum over the batch: of sequences, of a teacher's tokens, of rewards.
         needs_whole_batch = self.distill.normalize != "token" or bool(teacher.routes or self.reward.functions)
         needs_whole_batch |= is_path(self.distill.response_weight)
-        groups = [(PROMPT_FUNCTION, teacher.prompt_function)] * (teacher.prompt_function != "none")
-        groups += [(RESPONSE_WEIGHT, self.distill.response_weight)] * is_path(self.distill.response_weight)
+        groups = [(key, str(self.value(key))) for key in GROUP_KEYS]
         return Derived(
             loss=loss,
             routes=routes,
@@ -163,7 +154,7 @@ class Config(Sections):
             moves_states=moves_states,
             early_parts=not needs_whole_batch and not moves_states,
             rewards=tuple(entry.path for entry in self.reward.functions),
-            groups=tuple(groups),
+            groups=tuple((key, path) for key, path in groups if is_path(path) or path == SOLVED_SIBLING),
             vision=vision,
             metrics=(self.eval.metric,) if has_metric else (),
         )

@@ -30,6 +30,7 @@ SOLVED_SIBLING = "solved_sibling"
 # Keys of the functions that get all responses to a prompt at once.
 PROMPT_FUNCTION = "teacher.prompt_function"
 RESPONSE_WEIGHT = "distill.response_weight"
+GROUP_KEYS = (PROMPT_FUNCTION, RESPONSE_WEIGHT)
 TOKEN_WEIGHTS = ("none", "entropy", "teachability", "position")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 

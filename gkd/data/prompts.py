@@ -265,7 +265,7 @@ class RowReader:
         The student's messages, images and tools come first, because a template may make the teacher's prompt of them.
         """
         setting = self._setting
-        prompt, images, turns = self._conversation(row, where)
+        prompt, images, turns = self.conversation(where, row)
         view = self._view(row, prompt, images, where)
         rendered = self._renderer.render(prompt, setting, where)
         self._n_own_system += has_system(prompt)
@@ -284,11 +284,7 @@ class RowReader:
         self._check_columns(row, read, prompt, setting, where)
         return read
 
-    def conversation(self, row: Row, where: str) -> Conversation:
-        """Return the student's prompt of a row, before it is rendered. Raises as `read`."""
-        return self._conversation(row, where)[0]
-
-    def teacher_ids(self, value: Any, row: Row, where: str) -> list[int]:
+    def teacher_ids(self, value: Any, where: str, row: Row) -> list[int]:
         """Return the tokens of a text or messages that teacher.prompt_function has made of a row for the teacher.
 
         Raises ConfigError: they cannot be rendered, end with the assistant's message, or are too long.
@@ -298,7 +294,7 @@ class RowReader:
         if view.response is not None:
             problem = f"the last message is the assistant's: {quoted(view.response['content'])}."
             raise ConfigError(*setting, problem, "end with a message of the user or of a tool.")
-        tools = self.conversation(row, where).tools
+        tools = self.conversation(where, row)[0].tools
         ids = self._teacher_renderer.render(replace(view, tools=tools), setting, where).ids
         limit = self.config.max_teacher_prompt_length or self.config.max_prompt_length
         if len(ids) > limit:
@@ -306,8 +302,8 @@ class RowReader:
             raise ConfigError(*setting, problem, "shorten it, or return None.")
         return ids
 
-    def _conversation(self, row: Row, where: str) -> tuple[Conversation, tuple[EncodedImage, ...], tuple[Turn, ...]]:
-        """Return the student's prompt with its tools, its images, and the messages behind it."""
+    def conversation(self, where: str, row: Row) -> tuple[Conversation, tuple[EncodedImage, ...], tuple[Turn, ...]]:
+        """Return the student's prompt with its tools, before it is rendered; its images; messages behind it."""
         config = self.config
         setting = self._setting
         value = _column(row, setting, where, "name the prompts' column.")

@@ -80,7 +80,7 @@ class Plan:
     data_files: list[dict[str, Any]]  # see `describe_files`
     folder: RunFolder
     pair: TokenizerPair | None = field(default=None, repr=False)  # tokenizers of student and teacher, if they differ
-    tools: Tools = field(default=(), repr=False)  # of rollout.environment
+    tools: Tools = field(default=(), repr=False)  # rollout.environment offers them
 
 
 def preflight(config: Config) -> Plan:

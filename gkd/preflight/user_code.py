@@ -80,14 +80,9 @@ def _first_case(config: Config, prompt: Prompt, tokenizer: Any) -> reward_worker
 
 
 def check_group_function(config: Config, key: str, prompt: Prompt, tokenizer: Any, tools: Tools) -> None:
-    """Raise ConfigError if a function of groups cannot be imported, has another form, or does not take the first row.
+    """Raise ConfigError if the function of a key cannot be imported, has another form, or fails for the first prompt.
 
-    It gets the reference answer, or any text, as each response.
-
-    Args:
-        key: of the function.
-        prompt: the first one, loaded with its row.
-        tools: of rollout.environment.
+    It gets the reference answer, or any text, as each response. `tools` are those of rollout.environment.
     """
     alone = config.with_values({name: "none" for name, _ in config.derived.groups if name != key})
     case = _first_case(config, prompt, tokenizer)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.config.schema import Config
-from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.data.chunks import chunk_sizes, encode_sizes, whole_groups
 from gkd.data.codec import ColumnList
 from gkd.data.row_files import RowTable
 from gkd.data.scatter import gather_results, select
@@ -171,8 +171,7 @@ class GroupEndpoint:
             CheckpointError: a file is unreadable or not a recording.
         """
         n = self._config.rollout.n
-        if self._config.derived.groups:  # whole groups
-            chunk_size = max(1, chunk_size // n) * n
+        chunk_size = whole_groups(self._config, chunk_size)
         # All sequences of a chunk have the same `on_policy`, and all or none have scores.
         kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
         for file in files:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,8 @@ class JudgedScoring:
         endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
-        with_groups: functions get all responses to a prompt, see `Judging.judge`; each chunk has whole groups.
-        with_prompts: one of them makes the teacher's prompts, so a chunk is scored when it has been judged.
+        groups: keys of functions that get all responses to a prompt, see `Judging.judge`. With teacher.prompt_function
+            a chunk is scored when it has been judged.
         with_numbers: adds advantages and factors to a whole batch; `list`: no setting needs them.
     """
 
@@ -56,9 +56,7 @@ class JudgedScoring:
         prompts: str,
         n_functions: int,
         with_numbers: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list,
-        *,
-        with_groups: bool = False,
-        with_prompts: bool = False,
+        groups: Collection[str] = (),
     ) -> None:
         self._inner = inner
         self._endpoints = list(endpoints)
@@ -66,8 +64,8 @@ class JudgedScoring:
         self._prompts = prompts
         self._n_functions = n_functions
         self._with_numbers = with_numbers
-        self._with_groups = with_groups
-        self._with_prompts = with_prompts
+        self._with_groups = bool(groups)
+        self._with_prompts = PROMPT_FUNCTION in groups
         self._logged: set[str] = set()  # reasons of unknown values
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
@@ -215,17 +213,8 @@ def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endp
     numbers: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list
     if derived.loss.has_rewards or config.distill.response_weight != "none":
         numbers = partial(with_numbers, distill=config.distill, weights=weights, n=config.rollout.n)
-    groups = dict(derived.groups)
-    return JudgedScoring(
-        scoring,
-        endpoints,
-        config.trainer.stage_timeout_s,
-        TRAINING,
-        len(weights),
-        numbers,
-        with_groups=bool(groups),
-        with_prompts=PROMPT_FUNCTION in groups,
-    )
+    timeout_s = config.trainer.stage_timeout_s
+    return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), numbers, dict(derived.groups))
 
 
 def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:

@@ -141,7 +141,7 @@ def test_a_prompt_of_a_function_is_that_of_a_column(judging: Callable[..., Judgi
 
 
 def test_a_solved_sibling_is_the_example(judging: Callable[..., Judging], tmp_path: Path) -> None:
-    """Fails if a response is its own example, a wrong one is shown, or a prompt that nobody solved has an example."""
+    """Fails if a response is its own example, a wrong one is shown, or a prompt without a solved one has an example."""
     config = settings("solved_sibling")
     prompts = prompts_of(config, tmp_path, ROWS)
     answers = [[";3", ";5", "3;3"], [";1", ";4", ";2"], [";1", ";2", ";3"]]
@@ -153,7 +153,7 @@ def test_a_solved_sibling_is_the_example(judging: Callable[..., Judging], tmp_pa
 
 
 def test_a_trajectory_reaches_the_function(judging: Callable[..., Judging], tmp_path: Path) -> None:
-    """Fails if what an environment said cannot become the teacher's prompt."""
+    """Fails if what an environment answers cannot become the teacher's prompt."""
     config = settings(f"{HERE}:last_message")
     (prompt,) = prompts_of(config, tmp_path, ROWS[:1])
     said = [[{"role": "assistant", "content": "x"}, {"role": "tool", "content": f"error {k}"}] for k in range(N)]
@@ -233,14 +233,14 @@ def test_a_part_of_a_group_is_an_error(judging: Callable[..., Judging], tmp_path
 
 def test_chunks_of_engines_and_recordings_have_whole_groups(tmp_path: Path) -> None:
     """Fails if responses to one prompt leave an engine, or are restored, in two chunks; or others wait for them."""
-    chunks = Coalescer(2, 7, whole=True)
+    chunks = Coalescer(2, 6, whole=True)
     job = Job(1, Sampling(N, 1.0, 1.0, 8, seed=0), 0.5)
     order = [0, 6, 3, 1, 7, 2, 12, 13, 8, 14, 4]  # prompts 0, 2 and 4 of group 0 are complete; 1 is not
     prompt = Prompt(0, ids("a"))
     for sample in order:
         chunks.add(job, rollout(prompt, sample, "b"), 0.0)
     left = [(group, [r.sample_index for r in part]) for _, group, part in chunks.due(0.1, flush=False)]
-    assert left == [(0, [0, 1, 2, 6, 7, 8])], "two groups are a full chunk of at most 7"
+    assert left == [(0, [0, 1, 2, 6, 7, 8])]
     left = [(group, [r.sample_index for r in part]) for _, group, part in chunks.due(0.6, flush=False)]
     assert left == [(0, [12, 13, 14])]
     chunks.add(job, rollout(prompt, 5, "b"), 0.6)
@@ -250,7 +250,7 @@ def test_chunks_of_engines_and_recordings_have_whole_groups(tmp_path: Path) -> N
     with (tmp_path / "batch_group_0.npz").open("wb") as file:
         write_sequences(file, [rollout(prompt, sample, "b") for sample in (5, 0, 4, 13, 2, 12, 3, 1, 14)], None)
     endpoint = GroupEndpoint(settings("solved_sibling"))
-    items = list(endpoint.restore([str(tmp_path / "batch_group_0.npz")], 0, 1, 7))
+    items = list(endpoint.restore([str(tmp_path / "batch_group_0.npz")], 0, 1, 4))
     assert [[r.sample_index for r in chunk] for chunk in items[::4]] == [[0, 1, 2, 3, 4, 5], [12, 13, 14]]
 
 
@@ -276,7 +276,7 @@ def test_a_chunk_is_scored_with_the_prompts_of_its_function(local_ray: LocalRay,
     """
     events: list[Any] = []
     config = settings("solved_sibling", f"{HERE}:pass_rate")
-    scoring = JudgedScoring(World(), [Endpoint(events)], 9.0, TRAINING, 1, with_groups=True, with_prompts=True)
+    scoring = JudgedScoring(World(), [Endpoint(events)], 9.0, TRAINING, 1, groups=dict(config.derived.groups))
     whole = scoring.submit(chunk_of([0, 1, 2, 3, 4, 5], 2, ref=[0, 1, 2, 3, 4, 5]))
     dataset = scoring.submit(chunk_of([9], 2, ref=[9], on_policy=False))
     assert whole.rollouts.ref == [f"prompted {i}" for i in range(6)] and dataset.rollouts.ref == [9]

@@ -201,6 +201,7 @@ actor.cp=2  trainer.n_gpus_per_node=2 -> data.images_key
 rollout.environment=a:B -> data.images_key
 teacher.tokenizer=teacher -> data.images_key
 teacher.backend=http  teacher.url=http://a:1 -> teacher.backend
+distill.response_weight=a:f
 data.truncation=left
 actor.lora.rank=4  model.freeze_vision=false
 data.images_key=  model.freeze_vision=false
@@ -265,7 +266,6 @@ data.max_teacher_prompt_length=2048": """
 rollout.n=1 -> teacher.prompt_function
 reward.functions=[{path: length, weight: -1}] -> teacher.prompt_function
 data.max_teacher_prompt_length=2047
-data.images_key=i  actor.strategy=fsdp2  data.truncation=drop -> teacher.prompt_function
 """,
     "data.val_files=[v]  eval.metric=exact_match": """
 trainer.keep_best=eval/acuracy

@@ -287,7 +287,6 @@ _LATE_SHARE = 1 / 8  # share of the usual time that a late chunk waits: few more
 @dataclass(slots=True)
 class _Growing:
     due_s: float
-    size: int  # of a full chunk
     rollouts: list[Rollout] = field(default_factory=list)
 
 
@@ -299,7 +298,7 @@ class Coalescer:
         size: sequences of a full chunk.
         late_age: a sequence over which the weights have changed this many times, or more often, waits for a shorter
             time, because a step may wait for it; 0: none does.
-        whole: all sequences of a prompt go into the same chunk, whose size is rounded to that.
+        whole: sequences wait until all of their prompt have finished; `size` is a multiple of their number.
     """
 
     def __init__(self, n_groups: int, size: int, late_age: int = 0, *, whole: bool = False) -> None:
@@ -312,23 +311,18 @@ class Coalescer:
 
     def add(self, job: Job, rollout: Rollout, now_s: float) -> None:
         prompt = job.id, rollout.sample_index // job.sampling.n
-        part = self._parts.pop(prompt, [])
+        part = self._parts.setdefault(prompt, [])
         part.append(rollout)
         if self._whole and len(part) < job.sampling.n:
-            self._parts[prompt] = part
             return
-        for one in part:
-            self._grow(job, one, now_s)
-
-    def _grow(self, job: Job, rollout: Rollout, now_s: float) -> None:
-        key = job.id, rollout.sample_index // job.sampling.n % self._n_groups
+        del self._parts[prompt]
+        key = job.id, prompt[1] % self._n_groups
         growing = self._growing.get(key)
         if growing is None:
-            n = job.sampling.n if self._whole else 1
-            growing = self._growing[key] = _Growing(now_s + job.linger_s, max(1, self._size // n) * n)
-        if self._late_age and rollout.version_span >= self._late_age:
+            growing = self._growing[key] = _Growing(now_s + job.linger_s)
+        if self._late_age and any(one.version_span >= self._late_age for one in part):
             growing.due_s = min(growing.due_s, now_s + _LATE_SHARE * job.linger_s)
-        growing.rollouts.append(rollout)
+        growing.rollouts += part
 
     def due(self, now_s: float, *, flush: bool) -> Iterator[tuple[int, int, list[Rollout]]]:
         """Yield (job's id, group, sequences) of the chunks that leave now.
@@ -338,9 +332,9 @@ class Coalescer:
         """
         for (job, group), growing in list(self._growing.items()):
             rest = growing.rollouts
-            while len(rest) >= growing.size:
-                yield job, group, rest[: growing.size]
-                rest = rest[growing.size :]
+            while len(rest) >= self._size:
+                yield job, group, rest[: self._size]
+                rest = rest[self._size :]
             if rest and (flush or now_s >= growing.due_s):
                 yield job, group, rest
                 rest = []

@@ -76,11 +76,7 @@ class Judging:
         self._tokenizer = student_tokenizer(config) if tokenizer is None else tokenizer  # while the workers start
         self._rendering = threading.Lock()
         self._reader = RowReader(config.data, self._tokenizer, config.teacher, tools) if groups else None
-        try:
-            self._workers.wait_ready(config.trainer.init_timeout_s)
-        except RewardError:
-            self._workers.close()
-            raise
+        self._workers.wait_ready(config.trainer.init_timeout_s)
 
     def close(self) -> None:
         """End the workers; without it they end with this process."""
@@ -89,8 +85,8 @@ class Judging:
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
         """Return [n, functions] float64 of a chunk, as bytes; not finite: see `UNKNOWN`. Blocks.
 
-        Two more columns if functions get groups: the factor of distill.response_weight, 1 if that is no function, and 1
-        for a prompt of teacher.prompt_function, else 0.
+        If functions get groups, two more columns: the factor of the function of distill.response_weight (else 1), and 1
+        for a prompt of teacher.prompt_function (else 0).
 
         Args:
             prompts: the set that the rollouts answer, `TRAINING` or `VALIDATION`.
@@ -113,7 +109,7 @@ class Judging:
         values = self._workers.values(self._functions[prompts], cases)
         changed = ColumnList(rollouts)
         if self._group_functions and prompts == TRAINING:
-            order = whole_groups(rollouts, self._config.rollout.n)
+            order = group_places(rollouts, self._config.rollout.n)
             groups = self._groups(rollouts, cases, values, order)
             if prompted:
                 self._add_prompts(changed, groups, order)
@@ -131,41 +127,36 @@ class Judging:
         assert self._reader is not None
         weights = [entry.weight for entry in self._config.reward.functions]
         rewards = [total if weights and math.isfinite(total) else None for total in (values @ weights).tolist()]
-        groups = []
-        for places in order.tolist():
-            encoded_row = cases[places[0]].encoded_row
-            where, row = decode_row(encoded_row)
-            prompt = self._reader.conversation(row, where)
-            own = [cases[i] for i in places]
-            group = Group(
-                encoded_row,
-                list(prompt.messages) or prompt.text,
-                [case.response for case in own],
+        prompts = {i: self._reader.conversation(*decode_row(cases[i].encoded_row))[0] for i in order[:, 0].tolist()}
+        return [
+            Group(
+                cases[places[0]].encoded_row,
+                list(prompts[places[0]].messages) or prompts[places[0]].text,
+                [cases[i].response for i in places],
                 [rewards[i] for i in places],
                 [rollouts[i].finish_reason for i in places],
-                [case.messages for case in own],
+                [cases[i].messages for i in places],
                 sum(weights),
             )
-            groups.append(group)
-        return groups
+            for places in order.tolist()
+        ]
 
     def _add_prompts(self, rollouts: list[Rollout], groups: Sequence[Group], order: np.ndarray) -> None:
         """Replace rollouts by those with the teacher's own prompt, where the function makes one."""
         assert self._reader is not None
         path = self._config.teacher.prompt_function
         made = self._workers.results(self._group_functions[PROMPT_FUNCTION], groups)
-        for places, group, prompts in zip(order.tolist(), groups, made, strict=True):
-            where, row = decode_row(group.encoded_row)
-            for number, (place, prompt) in enumerate(zip(places, prompts, strict=True)):
-                if prompt is None:
-                    continue
-                try:
-                    with self._rendering:
-                        ids = self._reader.teacher_ids(prompt, row, where)
-                except ConfigError as error:
-                    of_whom = f"{path}, row {where}, response {number} of prompt {rollouts[place].prompt_id}"
-                    raise RewardError(f"{of_whom}: {error.problem} Fix: {error.fix}") from error
-                rollouts[place] = replace(rollouts[place], teacher_ids=np.array(ids, np.int32))
+        for (g, number), place in np.ndenumerate(order):
+            where, row = decode_row(groups[g].encoded_row)
+            if (prompt := made[g][number]) is None:
+                continue
+            try:
+                with self._rendering:
+                    ids = self._reader.teacher_ids(prompt, where, row)
+            except ConfigError as error:
+                of_whom = f"{path}, row {where}, response {number} of prompt {rollouts[place].prompt_id}"
+                raise RewardError(f"{of_whom}: {error.problem} Fix: {error.fix}") from error
+            rollouts[place] = replace(rollouts[place], teacher_ids=np.array(ids, np.int32))
 
     def _cases(self, rollouts: Sequence[Rollout], prompts: str) -> list[Case]:
         ids = {rollout.prompt_id: rollout.prompt_ids for rollout in rollouts}  # a prompt has several responses
@@ -186,11 +177,8 @@ class Judging:
         ]
 
 
-def whole_groups(rollouts: Sequence[Rollout], n: int) -> np.ndarray:
-    """Return the places of the n responses to each prompt of a chunk: [groups, n] int64, in the order of the samples.
-
-    Raises DataError: it has only a part of the responses to a prompt.
-    """
+def group_places(rollouts: Sequence[Rollout], n: int) -> np.ndarray:
+    """Return the places of the n responses to each prompt: [groups, n] int64. Raises DataError: some are missing."""
     samples = np.array([rollout.sample_index for rollout in rollouts])
     order = np.argsort(samples)
     first = np.unique(samples // n) * n
@@ -214,7 +202,7 @@ class RewardWorkers:
         self._error: RewardError | None = None
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until all have imported the functions; call it once.
+        """Wait until all have imported the functions; call it once. After an error all have ended.
 
         Raises:
             RewardError: a process cannot import them, or not in this time from its start.
@@ -223,6 +211,7 @@ class RewardWorkers:
             try:
                 worker.wait_ready(timeout_s)
             except Died as problem:
+                self.close()
                 raise RewardError(problem.of(*self._paths)) from None
             self._idle.put(worker)
 

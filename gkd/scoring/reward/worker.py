@@ -63,8 +63,7 @@ class Case:
         return None if self.encoded_messages is None else msgspec.json.decode(self.encoded_messages)
 
 
-Judge = Callable[[Case], float]
-GroupJudge = Callable[[Group], list[Any] | str]
+Judge = Callable[[Any], Any]  # of a case -> number, or of a group
 
 
 class Undecided(Exception):
@@ -96,57 +95,42 @@ def judge_of(path: str, config: Config) -> Judge:
         return _environment_reward
     if path == LENGTH:
         return lambda case: case.n_tokens / config.data.max_response_length
-    function = _imported(path)
-    if problem := _problem_of(function):
-        raise RewardError(f"{path}: {problem}; write a function of (prompt, response, row) that calls it")
+    function = _imported(path, _ARGUMENTS)
     if takes_messages(function):
         return lambda case: function(case.prompt, case.response, case.row, messages=case.messages)
     return lambda case: function(case.prompt, case.response, case.row)
 
 
-def group_judge_of(key: str, path: str) -> GroupJudge:
-    """Return the function of a key that gets all responses to a prompt; it returns a text if its result is wrong.
-
-    Raises RewardError as `judge_of`.
-    """
-    function = solved_sibling if path == SOLVED_SIBLING else _imported(path)
-    problem = _problem_of_kind(function)
-    try:
-        _signature(function).bind(None)
-    except TypeError as error:
-        problem = f"it cannot be called with one argument ({error})"
-    if problem:
-        raise RewardError(f"{path}: {problem}; {key} needs a function of (group)")
+def group_judge_of(key: str, path: str) -> Judge:
+    """Return the function of a key that gets a group, with `checked_result`. Raises RewardError as `judge_of`."""
+    function = solved_sibling if path == SOLVED_SIBLING else _imported(path, ("group",))
     return lambda group: checked_result(key, len(group.responses), function(group))
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _imported(path: str, arguments: Sequence[str]) -> Callable[..., Any]:
     try:
-        return import_function(path)
+        function = import_function(path)
     except ImportError as error:
         raise RewardError(str(error)) from error
+    if problem := _problem_of(function, arguments):
+        raise RewardError(f"{path}: {problem}; write a function of ({', '.join(arguments)}) that calls it")
+    return function
 
 
-def _problem_of(function: Callable[..., Any]) -> str:
-    """Return why a function cannot judge a response when it is called with `_ARGUMENTS`; empty if it can."""
+def _problem_of(function: Callable[..., Any], arguments: Sequence[str]) -> str:
+    """Return why a function cannot judge when it is called with these arguments; empty if it can."""
     names = list(_signature(function).parameters)
     if foreign := [name for name in names[:3] if name in _OTHER_FORMS]:
         return f"its parameter {foreign[0]} is that of {_OTHER_FORMS[foreign[0]]}'s form"
-    if any(name in names[:3] and names.index(name) != place for place, name in enumerate(_ARGUMENTS)):
+    if any(name in names[:3] and names.index(name) != place for place, name in enumerate(arguments)):
         return f"its parameters are {', '.join(names)}, in another order"
-    if problem := _problem_of_kind(function):
-        return problem
-    try:
-        _signature(function).bind(*_ARGUMENTS, **({"messages": None} if takes_messages(function) else {}))
-    except TypeError as error:
-        return f"it cannot be called with three arguments ({error})"
-    return ""
-
-
-def _problem_of_kind(function: Callable[..., Any]) -> str:
     kinds = inspect.isclass, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if any(is_kind(target) for is_kind in kinds for target in (function, type(function).__call__)):
         return "it is a class, or is async or a generator, and returns no value"
+    try:
+        _signature(function).bind(*arguments, **({"messages": None} if takes_messages(function) else {}))
+    except TypeError as error:
+        return f"it cannot be called with {len(arguments)} arguments ({error})"
     return ""
 
 
@@ -253,7 +237,7 @@ class Value(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     trace: str = ""
 
 
-def judged(cases: Sequence[Case | Group], judges: Sequence[Judge | GroupJudge]) -> Iterator[Value]:
+def judged(cases: Sequence[Case | Group], judges: Sequence[Judge]) -> Iterator[Value]:
     """Call each function for the first case, then for the next one, and yield the values."""
     for case, judge in product(cases, judges):
         value = _call(judge, case)
@@ -262,29 +246,30 @@ def judged(cases: Sequence[Case | Group], judges: Sequence[Judge | GroupJudge]) 
             return
 
 
-def _call(judge: Any, case: Case | Group) -> Value:
+def _call(judge: Judge, case: Case | Group) -> Value:
     try:
-        returned = judge(case)
-        if isinstance(case, Group):
-            return Value(problem=f"returned {returned}") if isinstance(returned, str) else Value(result=returned)
-        number = finite_number(returned)
+        number = judge(case) if isinstance(case, Group) else finite_number(judge(case))
     except Undecided as undecided:
         return Value(UNKNOWN[str(undecided)])
     except BaseException as error:  # SystemExit is caught, too: it is the function's own
         text = f"raised {type(error).__name__}: {shown(error, _LONGEST_ERROR)}{blame(error, case.row)}"
         return Value(problem=encodable(text.replace("\n", " ")), trace=traceback_of_user(error))
+    if isinstance(number, list):
+        return Value(result=number)
     return Value(problem=f"returned {number}") if isinstance(number, str) else Value(number)
 
 
-def _judges(start: Start) -> list[Judge | GroupJudge]:
-    return [*(judge_of(path, start.config) for path in start.paths), *(group_judge_of(*own) for own in start.groups)]
-
-
 def main() -> None:
-    """Serve functions, by their positions in `Start.paths`, and cases, until the parent ends this process."""
+    """Serve functions, by their positions in `Start`, and cases or groups, until the parent ends this process."""
     parent = Parent()
     start: Start = parent.receive()
-    judges = parent.load(start.search_path, lambda: _judges(start))
+    judges = parent.load(
+        start.search_path,
+        lambda: [
+            *(judge_of(path, start.config) for path in start.paths),
+            *(group_judge_of(*own) for own in start.groups),
+        ],
+    )
     parent.send(Ready())
     while (message := parent.receive()) is not None:
         functions, cases = message
