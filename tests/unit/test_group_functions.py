@@ -15,7 +15,7 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import PROMPT_FUNCTION, RESPONSE_WEIGHT, DistillConfig
-from gkd.data.chunks import part_of
+from gkd.data.chunks import chunk_size, part_of
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.row_files import RowTable, encode_row
 from gkd.errors import DataError, RewardError
@@ -249,6 +249,8 @@ def test_chunks_of_engines_and_recordings_have_whole_groups(tmp_path: Path) -> N
     chunks.add(job, rollout(prompt, 3, "b"), 0.6)
     with (tmp_path / "batch_group_0.npz").open("wb") as file:
         write_sequences(file, [rollout(prompt, sample, "b") for sample in (5, 0, 4, 13, 2, 12, 3, 1, 14)], None)
+    config = settings("solved_sibling", "", "rollout.n=7")
+    assert chunk_size(config) % 7 == 0
     endpoint = GroupEndpoint(settings("solved_sibling"))
     items = list(endpoint.restore([str(tmp_path / "batch_group_0.npz")], 0, 1, 4))
     assert [[r.sample_index for r in chunk] for chunk in items[::4]] == [[0, 1, 2, 3, 4, 5], [12, 13, 14]]
@@ -262,9 +264,10 @@ class Endpoint:
         self.prompted = Method(self._prompted)
         self.judge = Method(lambda rollouts, _: self._values(rollouts))
 
-    def _values(self, samples: list[int]) -> bytes:
-        self._events.append(("judge", samples))
-        return np.array([[10.0 * i, i, i % 2] for i in samples]).tobytes()
+    def _values(self, samples: list[Any]) -> bytes:
+        self._events.append(samples)
+        numbers = [int(str(sample).split()[-1]) for sample in samples]
+        return np.array([[10.0 * i, i, i % 2] for i in numbers]).tobytes()
 
     def _prompted(self, samples: list[int]) -> Iterator[Any]:
         return iter([[f"prompted {i}" for i in samples], Ref(self._values(samples))])
@@ -281,11 +284,11 @@ def test_a_chunk_is_scored_with_the_prompts_of_its_function(local_ray: LocalRay,
     dataset = scoring.submit(chunk_of([9], 2, ref=[9], on_policy=False))
     assert whole.rollouts.ref == [f"prompted {i}" for i in range(6)] and dataset.rollouts.ref == [9]
     scoring.record([whole], tmp_path, "batch", scored=False)
-    (again,) = World().restore(tmp_path, "batch")
+    (again,) = scoring.restore(tmp_path, "batch")
     assert again.rollouts.ref == whole.rollouts.ref
     parts = [dataclasses.replace(whole, rollouts=part_of(whole.rollouts, at)) for at in ([3, 5], [0, 1, 2, 4])]
     batch = scoring.collect([parts[0], dataset, parts[1]])
-    assert events == [("judge", [0, 1, 2, 3, 4, 5])]
+    assert events == [[0, 1, 2, 3, 4, 5], whole.rollouts.ref]
     weighed = with_numbers(batch, config.distill, [1.0], N)
     factors = [chunk.numbers[:, 1].tolist() for chunk in weighed if chunk.numbers is not None]
     assert factors == [pytest.approx([1, 5 / 3]), [1.0], pytest.approx([0, 1 / 3, 2 / 3, 4 / 3])]
