@@ -77,12 +77,8 @@ def test_the_installed_command_works_without_the_checkout(fresh: Path, tmp_path:
     found = run(fresh, tmp_path, "python", "-c", where).stdout.split()
     assert len(found) == 2 and all(Path(file).is_relative_to(fresh) for file in found)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for words in (
-        ["gkd", "--version"],
-        ["gkd", "teacher", "--version"],
-        ["python", "-m", "teacher_server", "--version"],
-    ):
-        assert run(fresh, tmp_path, *words).stdout.startswith(f"gkd {version}, "), words
+    for program in (["gkd"], ["gkd", "teacher"], ["python", "-m", "teacher_server"]):
+        assert run(fresh, tmp_path, *program, "--version").stdout.startswith(f"gkd {version}, "), program
     assert "gkd teacher --model" in run(fresh, tmp_path, "gkd", "--help").stdout
     (tmp_path / "mine.yaml").write_text("model: {path: student}\ntrainer: {total_step: 3}\n")
     done = run(fresh, tmp_path, "gkd", "train", "--config", "mine.yaml")
