@@ -2,7 +2,7 @@
 
 A row of the table is a stage of `tests.gpu_proof`. Rows of twelve_minutes.json replace those of gpu_proof_h200.json
 with the same name; `notes` in a file are sentences about its figures, which follow the table. Rows of rehearsals and
-of skipped stages do not hold measurements, so they are left out. Of gpu_proof_h200.json only tables of medians are shown.
+of skipped stages do not hold measurements, so they are left out. Of gpu_proof_h200.json only medians are shown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.bench.teacher_report import show
 from tests.gpu_proof.stages import TWELVE_MINUTES
 
 FILES = ("gpu_proof_h200.json", "twelve_minutes.json")
-SHOWN = 3  # figures of a stage, besides those that missed their bar
+SHOWN = 2  # figures of a stage, besides those that missed their bar
 
 
 def section(results: Path) -> str:
