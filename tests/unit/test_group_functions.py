@@ -27,7 +27,7 @@ from gkd.run.rollout_file import write_sequences
 from gkd.scoring.group_endpoint import GroupEndpoint
 from gkd.scoring.judged import JudgedScoring, with_numbers
 from gkd.scoring.reward.groups import Group
-from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging
+from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging, group_places
 from gkd.scoring.reward.worker import group_judge_of, judged
 from gkd.types import Prompt, Rollout, ScoredChunk, VersionSpan
 from gkd.user_code import search_path
@@ -221,14 +221,11 @@ def test_functions_are_checked_before_the_start(tmp_path: Path, name: str) -> No
     check_group_function(config, RESPONSE_WEIGHT, prompt, TOKENIZER, ())
 
 
-def test_a_part_of_a_group_is_an_error(judging: Callable[..., Judging], tmp_path: Path) -> None:
+def test_a_part_of_a_group_is_an_error() -> None:
     """Fails if a function gets some of the responses to a prompt, and takes them for all."""
-    config = settings("solved_sibling")
-    one, two, _ = prompts_of(config, tmp_path, ROWS)
-    judge = judging(config)
     for samples in ([0, 1], [0, 1, 3], [1, 2, 3]):
         with pytest.raises(DataError):
-            judge.prompted([rollout(one if k < N else two, k, ";3") for k in samples])
+            group_places([rollout(Prompt(0, ids("a")), k, "b") for k in samples], N)
 
 
 def test_chunks_of_engines_and_recordings_have_whole_groups(tmp_path: Path) -> None:
