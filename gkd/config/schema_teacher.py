@@ -174,9 +174,9 @@ class TeacherConfig:
     {response} (the columns of data.prompt_key, answer_key, response_key) or any other {COLUMN}. Empty = that of
     data.teacher_prompt_key. docs/losses.md."""
     prompt_function: str = key("none", choices=("none", SOLVED_SIBLING), paths=True)
-    """Function that makes the teacher's prompt for each response of training when all rollout.n responses to a prompt
-    and their rewards are there: solved_sibling = a correct one of the others as an example, or module:function of a
-    function (group) -> list of messages, texts or None. docs/losses.md."""
+    """Makes the teacher's prompt of each training response, when those of its group are judged: solved_sibling = a
+    correct other one as an example; module:function of a function (group) -> list of messages, texts or None.
+    docs/losses.md."""
 
     @property
     def kind(self) -> TeacherBackend:
@@ -238,9 +238,9 @@ class DistillConfig:
     """Advantage of a response with reward R: (R - mean) / (std + 1e-6) over the rollout.n responses of its prompt
     (group) or over the global batch (batch), or R itself (none)."""
     response_weight: str = key("none", choices=RESPONSE_WEIGHTS, paths=True)
-    """Factor of each response's loss, by the rewards: pass_rate = p (1 - p), p the share of correct responses of its
-    prompt; correct or wrong = only these responses; or module:function of a function (group) -> list of factors. Their
-    mean is 1. docs/losses.md."""
+    """Factor of each response's loss, by rewards: pass_rate = p (1 - p), p the share of its prompt's correct responses;
+    correct or wrong = only these; module:function of a function (group) -> list of factors. Their mean is 1.
+    docs/losses.md."""
     reward_clip: list[float] = key([0.2, 0.2], gt=0, limits="two numbers, the first < 1")
     """Limits of the ratio probability now / probability at rollout in the loss of the rewards: from 1 - the first
     number to 1 + the second."""
