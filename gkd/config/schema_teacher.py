@@ -238,7 +238,7 @@ class DistillConfig:
     """Advantage of a response with reward R: (R - mean) / (std + 1e-6) over the rollout.n responses of its prompt
     (group) or over the global batch (batch), or R itself (none)."""
     response_weight: str = key("none", choices=RESPONSE_WEIGHTS, paths=True)
-    """Factor of each response's loss, by rewards: pass_rate = p (1 - p), p the share of its prompt's correct responses;
+    """Factor of each response's loss: pass_rate = p (1 - p), p the share of its prompt's correct responses;
     correct or wrong = only these; module:function of a function (group) -> list of factors. Their mean is 1.
     docs/losses.md."""
     reward_clip: list[float] = key([0.2, 0.2], gt=0, limits="two numbers, the first < 1")
