@@ -198,8 +198,7 @@ class TokenTargets:
 
     def on(self, device: torch.device) -> TokenTargets:
         """Move all tables to `device` except `logits` and `hidden`, which the loss moves in chunks."""
-        host = ("logits", "hidden", "text")
-        return self._each(lambda name, table: table if name in host else table.to(device))
+        return self._each(lambda name, table: table if name in ("logits", "hidden", "text") else table.to(device))
 
     def _each(self, change: Callable[[str, Any], Any]) -> TokenTargets:
         changed: dict[str, Any] = {}
@@ -416,8 +415,7 @@ class TeacherHealth:
         silent = max(healths, key=lambda health: health.silent_s)
         newest: dict[str, TeacherHealth] = {}
         for health in healths:
-            previous = newest.get(health.route, health)
-            newest[health.route] = min(previous, health, key=lambda report: report.silent_s)
+            newest[health.route] = min(newest.get(health.route, health), health, key=lambda report: report.silent_s)
         return TeacherHealth(
             silent.silent_s,
             silent.budget_s,

@@ -114,13 +114,12 @@ def check_sizes(config: Config) -> None:
 def check_routes(config: Config) -> None:
     """Check that the routes are complete, and that nothing refers to one that is not there."""
     teacher = config.teacher
-    data = config.data
     if not teacher.routes:
         return
     if wrong := [name for name in teacher.routes if not _NAME.fullmatch(name)]:
         problem = "a name has letters, digits, _ and - only, because metrics contain it."
         raise ConfigError("teacher.routes", wrong[0], problem, "rename it.")
-    shares = data.domain_shares
+    shares = config.data.domain_shares
     size = config.trainer.global_batch_size
     is_complete = shares.keys() == teacher.routes.keys() and all(0 < share < math.inf for share in shares.values())
     if shares and not is_complete:
@@ -285,7 +284,6 @@ def check_backend(config: Config) -> None:
 def _check_http_teacher(config: Config, route: Route) -> None:
     """Check the addresses of an HTTP teacher, and that prompt logprobs contain what the losses need."""
     teacher = route.teacher
-    variable = route.teacher.api_key_env
     fix = "write e.g. http://127.0.0.1:8000, without /v1 and without a password."
     if not teacher.url:
         raise ConfigError(route.key("url"), "", "teacher.backend=http needs the address of a server.", fix)
@@ -293,7 +291,7 @@ def _check_http_teacher(config: Config, route: Route) -> None:
         if not _is_address(url):
             shown = url if "@" not in url else "(not shown)"
             raise ConfigError(route.key("url"), shown, "is not the address of an HTTP server.", fix)
-    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):  # it may be the key itself
+    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", route.teacher.api_key_env):  # it may be the key itself
         problem = "is not the name of an environment variable."
         fix = "put the key into a variable, and name that."
         raise ConfigError(route.key("api_key_env"), "(not shown)", problem, fix)

@@ -238,9 +238,8 @@ class RowReader:
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
             variables = {k: v for k, v in config.chat_template_kwargs.items() if k in str(source)}
-            template = config.chat_template if source else "never"
             self._teacher_renderer = PromptRenderer(
-                teacher_tokenizer, template, variables, config.system_prompt, offered
+                teacher_tokenizer, config.chat_template if source else "never", variables, config.system_prompt, offered
             )
         self._n_own_system = self._n_cut = self._n_without_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)

@@ -80,9 +80,8 @@ def _held_out(config: Config, tokenizer: Any, tools: Tools, teacher_tokenizer: A
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
-    images = image_reader(config)
     reader = RowReader(
-        config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer, images=images
+        config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer, images=image_reader(config)
     )
     keep_rows = bool(config.derived.metrics or config.rollout.environment)
     prompts, dropped = load_prompts(config.data.val_files, "data.val_files", reader, keep_rows=keep_rows)
