@@ -298,7 +298,7 @@ class PendingScores:
     rollouts: RolloutChunk
     ref: Any  # see ScoredChunk; exists before the scores do
     summary: Any  # handle of a `ScoreSummary`'s bytes, of all sequences in the list of `rollouts.ref`
-    rewards: Any = None  # handle of the values' bytes, of the same sequences; None: not judged
+    rewards: Any = None  # handle of the bytes of `Judging.judge`, of the same sequences; None: not judged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,6 +323,8 @@ class ScoredChunk:
     reference: Any = None
     # [n_sequences, functions] float64, see `gkd.scoring.reward`; NaN: unknown, see `Undecided`. None: not judged.
     rewards: np.ndarray | None = None
+    # [n_sequences, 2] float64, see `gkd.scoring.reward.judging.Judging.judge`, or no columns; None: not judged.
+    of_group: np.ndarray | None = None
     # [n_sequences, 2] float32, `Rollout.advantage` and `Rollout.factor`; None: no setting needs them.
     numbers: np.ndarray | None = None
 

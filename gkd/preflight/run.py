@@ -17,6 +17,7 @@ from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import NONE, ROLLOUT
 from gkd.data.prompts import load_tokenizer
 from gkd.data.row_files import describe_files
+from gkd.data.template import Tools
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
@@ -49,7 +50,7 @@ from gkd.preflight.teacher import (
     template_warning,
 )
 from gkd.preflight.tokenizer_pair import check_pair, tokenizer_pair
-from gkd.preflight.user_code import check_functions
+from gkd.preflight.user_code import check_functions, check_group_function
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, check_same_models, open_run_folder
 from gkd.scoring.teacher.client import load_keys
@@ -80,6 +81,7 @@ class Plan:
     config: Config
     data_files: list[dict[str, Any]]  # see `describe_files`
     folder: RunFolder
+    tools: Tools = field(default=(), repr=False)  # rollout.environment offers them
 
 
 def preflight(config: Config) -> Plan:
@@ -216,13 +218,17 @@ class _Checks:
 
     def _prompts(self) -> None:
         derived = self.config.derived
-        self.train, self.val, self.other_tokenizer = read_prompts(
+        self.train, self.val, self.other_tokenizer, self.tools = read_prompts(
             self.config, self.tokenizer, self.eos_ids, self.mistakes
         )
         judges = ("reward.functions", derived.rewards, self.train), ("eval.metric", derived.metrics, self.val)
         for key, paths, prompts in judges:
             with self.mistakes.step(key):
                 check_functions(self.config, key, paths, prompts, self.tokenizer)
+        for key, _ in derived.groups:
+            if self.train and self.tokenizer is not None and "reward.functions" not in self.mistakes.keys:
+                with self.mistakes.step(key):
+                    check_group_function(self.config, key, self.train[0], self.tokenizer, self.tools)
 
     def _length(self) -> None:
         if not self.train:
@@ -305,7 +311,7 @@ class _Checks:
         config = replace(config, trainer=self.config.trainer).with_values(self.on_hub)
         results = self.teachers, self.comparison, self.total_steps, config, data_files
         folder = partial(open_run_folder, kept, self.identity, data_files)
-        return lambda: Plan(self.device, self.eos_ids, train, val, *results, folder())
+        return lambda: Plan(self.device, self.eos_ids, train, val, *results, folder(), self.tools)
 
 
 def _without_torch(

@@ -135,7 +135,8 @@ def _start(
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     places = _load_models(config, plan, startup, actor, rollout, building, calls)
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
-    init_judging(config, config.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
+    prompts = plan.train_prompts, plan.val_prompts
+    init_judging(config, config.derived, *prompts, endpoints, startup.left_s(), plan.tools)
     trim_heap()  # what the checks and the start have used, tokenizers above all
     if config.teacher.signal == "hidden" and not config.derived.teacher_pool:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())

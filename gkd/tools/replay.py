@@ -247,11 +247,11 @@ def _total_steps(case: Case) -> int:
 
 
 def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[Any]) -> ScoringRole:
-    """Return the scoring that also judges, if the run has rewards. Raises RewardError, ConfigError."""
+    """Return the scoring that also judges, if the run has functions for it. Raises RewardError, ConfigError."""
     from gkd.scoring.judged import init_judging, judged_training
 
     derived = replace(config.derived, metrics=())
-    if not derived.rewards:
+    if not (derived.rewards or derived.groups):
         return scoring
     init_judging(config, derived, _prompts(root, config), [], endpoints, config.trainer.init_timeout_s)
     return judged_training(scoring, config, derived, endpoints)

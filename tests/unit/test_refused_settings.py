@@ -144,6 +144,15 @@ teacher.prompt_template='{a.b}'
 teacher.prompt_template='{a'
 teacher.prompt_template='a}'
 data.max_teacher_prompt_length=9
+teacher.prompt_function=sibling
+teacher.prompt_function=a:f  data.teacher_prompt_key=t -> teacher.prompt_function
+teacher.prompt_function=a:f  teacher.prompt_template='{prompt}' -> teacher.prompt_function
+teacher.prompt_function=a:f  distill.on_policy_share=0 -> teacher.prompt_function
+teacher.prompt_function=a:f  teacher.tokenizer=t -> teacher.prompt_function
+teacher.prompt_function=solved_sibling  rollout.n=2  data.max_teacher_prompt_length=9999 -> teacher.prompt_function
+distill.response_weight=rate
+distill.response_weight=wrong
+distill.response_weight=a:f  distill.on_policy_share=0 -> distill.response_weight
 distill.skip_first_tokens=8  data.max_response_length=8 -> distill.skip_first_tokens
 distill.skip_first_tokens=-1
 data.teacher_key=domain
@@ -208,6 +217,7 @@ actor.cp=2  trainer.n_gpus_per_node=2 -> data.images_key
 rollout.environment=a:B -> data.images_key
 teacher.tokenizer=teacher -> data.images_key
 teacher.backend=http  teacher.url=http://a:1 -> teacher.backend
+distill.response_weight=a:f
 data.truncation=left
 actor.lora.rank=4  model.freeze_vision=false
 data.images_key=  model.freeze_vision=false
@@ -268,6 +278,12 @@ rollout.n=1 -> distill.advantage
 distill.on_policy_share=0 -> distill.reward_weight
 rollout.temperature=0.7 -> teacher.temperature
 data.teacher_key=d  teacher.routes={a: {}, b: {temperature: 2}} -> teacher.temperature
+""",
+    "reward.functions=[{path: length}]  rollout.n=2  teacher.prompt_function=solved_sibling  \
+data.max_teacher_prompt_length=2048": """
+rollout.n=1 -> teacher.prompt_function
+reward.functions=[{path: length, weight: -1}] -> teacher.prompt_function
+data.max_teacher_prompt_length=2047
 """,
     "data.val_files=[v]  eval.metric=exact_match": """
 trainer.keep_best=eval/acuracy
