@@ -145,10 +145,10 @@ class VllmEngine:
         except ServerError:
             raise
         except Exception as error:  # vLLM has code for each model, which may raise any error
-            raise ServerError(
-                f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
-                f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
-            ) from error
+            fix = "try --engine hf."
+            if "memory" in str(error).lower():
+                fix = f"lower --max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens})."
+            raise ServerError(f"model folder {path}: vllm cannot load the model: {error}. Fix: {fix}") from error
         self.device = device
         self.max_tokens = max_tokens
         self.vocab_size = facts.vocab_size

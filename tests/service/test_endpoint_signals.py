@@ -225,23 +225,6 @@ def test_logits(
     assert np.isnan(summary.masses).all() and summary.n_bytes.sum() == n_rows * CUT * np.dtype(dtype).itemsize
 
 
-def test_hidden_states_times_the_head_equal_the_logits(
-    tiny_server: ServerProcess, rollouts: list[Rollout], references: list[np.ndarray]
-) -> None:
-    """Fails if hidden states, head, the common vocabulary and the temperature do not give the logits."""
-    mixture = "distill.losses=[{name: reverse_kl}, {name: k2}]"
-    with endpoint(tiny_server.port, "teacher.signal=hidden", mixture) as (opened, _):
-        head = opened.lm_head()
-        scores, summary = opened.score(rollouts)
-    assert head.shape == (CUT, HIDDEN) and head.dtype == np.float32
-    for score, rollout, reference in zip(scores, rollouts, references, strict=True):
-        validate_scores(score, rollout, CUT, ("hidden",), "x", HIDDEN)
-        assert score.hidden is not None
-        np.testing.assert_allclose(log_softmax(score.hidden @ head.T / TEMPERATURE), reference, atol=1e-4)
-    n_rows = sum(len(r.response_ids) for r in rollouts)
-    assert ScoreSummary.decode(summary).n_bytes.sum() == n_rows * HIDDEN * 4
-
-
 def test_a_mixture_asks_once_for_each_sequence_and_within_the_window() -> None:
     """Fails if the second table of a sequence costs a request of its own, or a chunk exceeds the window."""
     seen: list[ScoreRequest] = []
