@@ -102,14 +102,7 @@ class Bench:
         self._servers = servers
         self._ports: dict[str, int] = {}
         recipe = Recipe()
-        some = replace(
-            recipe.teacher,
-            decay_from_accuracy=None,
-            eval_every=10,
-            stop_accuracy=0.7,
-            min_accuracy=0.6,
-            max_accuracy=0.9,
-        )
+        some = replace(recipe.teacher, decay_from_accuracy=None, eval_every=10, stop_accuracy=0.7, min_accuracy=0.6)
         half = replace(recipe.student, stop_accuracy=0.4, min_accuracy=0.3, max_accuracy=0.6)
         none = replace(recipe.student, eval_every=70, stop_accuracy=0.0, min_accuracy=0.0, max_accuracy=0.02)
         none = replace(none, min_well_formed=0.0)
@@ -203,29 +196,33 @@ def until(curve: Sequence[dict[str, float]], accuracy: float, tokens: str) -> fl
 
 
 def as_table(runs: Sequence[dict[str, Any]], experiment: str) -> str:
-    """Return a line of Markdown for each case of an experiment: mean over the seeds, (lowest to highest)."""
-    rows = [f"| | accuracy, % | KL | generated tokens | to {GOAL:.0%} of the first accuracy | with prompts |"]
+    """Return a line of Markdown for each case of an experiment, over the seeds that all of its cases have."""
+    curves: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in EXPERIMENTS[experiment]}
+    for run in runs:
+        curves.get(run["case"], {})[run["seed"]] = run["curve"]
+    seeds = sorted(set.intersection(*(set(found) for found in curves.values())))
+    rows = [f"| seeds: {len(seeds)} | accuracy, % | KL | tokens | to {GOAL:.0%} of the first accuracy | with prompts |"]
     rows.append("|---|---|---|---|---|---|")
-    goal = None
-    for name in EXPERIMENTS[experiment]:
-        curves = [run["curve"] for run in runs if run["case"] == name]
-        if not curves:
-            continue
-        accuracy = [curve[-1]["accuracy"] for curve in curves]
-        goal = goal or GOAL * mean(accuracy)
-        cells = [name, _spread([100 * each for each in accuracy], ".1f")]
-        cells.append(_spread([curve[-1].get("kl") for curve in curves], ".4f"))
-        cells.append(f"{mean(curve[-1]['generated'] for curve in curves):,.0f}")
-        cells += [_spread([until(curve, goal, key) for curve in curves], ",.0f") for key in ("generated", "processed")]
+    goal: float | None = None
+    for name, found in curves.items() if seeds else ():
+        ends = [found[seed][-1] for seed in seeds]
+        goal = goal or GOAL * mean(end["accuracy"] for end in ends)
+        cells = [name, _spread([100 * end["accuracy"] for end in ends], ".1f")]
+        cells += [_spread([end.get("kl") for end in ends], ".4f"), f"{mean(end['generated'] for end in ends):,.0f}"]
+        cells += [
+            _spread([until(found[seed], goal, key) for seed in seeds], ",.0f") for key in ("generated", "processed")
+        ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def _spread(values: Sequence[float | None], form: str) -> str:
+    """Return the mean, (lowest to highest), or how many values are known."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return f"{len(known)} of {len(values)}" if known else "-"
-    return f"{mean(known):{form}} ({min(known):{form}} to {max(known):{form}})"
+    around = f" ({min(known):{form}} to {max(known):{form}})" if len(known) > 1 else ""
+    return f"{mean(known):{form}}{around}"
 
 
 def main(argv: list[str] | None = None) -> int:
