@@ -109,7 +109,7 @@ def test_a_user_of_the_wheel_trains(fresh: Path, lab: Lab, tmp_path: Path) -> No
     run_dir = tmp_path / "runs" / f"{lab.student.name}-1"
     assert json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
     assert (run_dir / "export/model.safetensors").is_file()
-    assert str(ROOT) not in (run_dir / "log.txt").read_text(), "a process ran the checkout"
+    assert json.loads((run_dir / "environment.jsonl").read_text())["git"] is None, "the run used the checkout"
     done = run(fresh, tmp_path, "gkd", "report", str(run_dir))
     assert done.returncode == 0 and (run_dir / "report.html").is_file(), done.stderr
 
