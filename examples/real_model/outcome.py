@@ -10,6 +10,7 @@ from typing import Any
 
 from gkd.errors import CheckpointError
 from gkd.metrics.writer import read_metrics
+from gkd.scoring.reward.groups import Group
 
 SHOWN = 4  # held-out prompts whose responses are printed
 
@@ -18,6 +19,12 @@ def one_sentence(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Return 1 for one line that ends with the end of a sentence and has no other such end: eval.metric of the runs."""
     del prompt, row
     return float(re.fullmatch(r"(?:[^.!?\n]|[.!?](?=\S))*[.!?]+[\"')]*", response.strip()) is not None)
+
+
+def feedback(group: Group) -> list[str | list[dict[str, Any]] | None]:
+    """Return the prompt that asks for one sentence, for each response that is not one: teacher.prompt_function."""
+    corrected = group.asking(f"{group.question} Answer in one short sentence.")
+    return [None if reward else corrected for reward in group.rewards]
 
 
 def read(run_dir: Path, heldout: Path, wall_s: float, peak_gib: float) -> dict[str, Any]:
