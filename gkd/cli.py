@@ -49,7 +49,8 @@ def usage() -> str:
     lines = ["usage: gkd COMMAND ...", "", "On-policy distillation. `gkd COMMAND --help` has the arguments.", ""]
     for name, (_, what, example) in COMMANDS.items():
         lines += [f"  {name:<12}{what}", f"{'':14}gkd {name} {example}"]
-    return "\n".join([*lines, '  completion  let bash complete commands, options and keys: eval "$(gkd completion)"'])
+    lines += ['  completion  let bash complete commands, options and keys: eval "$(gkd completion)"']
+    return "\n".join([*lines, "  --version   print the version"])
 
 
 def completion() -> str:

@@ -9,6 +9,7 @@ import difflib
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 from teacher_server.errors import ServerError, SettingsError
 
@@ -38,6 +39,11 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A ServerError is printed as one line on stderr and returns 2."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        from teacher_server.wire.protocol import PROTOCOL_VERSION
+
+        print(f"gkd {metadata.version('gkd')}, protocol {PROTOCOL_VERSION} of the teacher server")
+        return 0
     name = words.pop(0) if words and not words[0].startswith("-") else "serve"
     if name in ("status", "drain", "keygen"):  # the server and its workers install their own handlers
         # A shell starts a command with `&` in a script with SIGINT ignored.

@@ -99,7 +99,7 @@ class ActorConfig:
     strategy: str = key(AUTO, choices=(AUTO, *BACKENDS))
     """Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard
     around the Hugging Face model, data and context parallel. auto = megatron if it supports model and settings,
-    else fsdp2. See docs/models.md."""
+    else fsdp2. docs/models.md."""
     tp: int = key(1, gt=0, resume=True)
     """Tensor parallel size."""
     pp: int = key(1, gt=0, resume=True)
@@ -108,8 +108,7 @@ class ActorConfig:
     """Model chunks of each pipeline stage (interleaved 1F1B): smaller pipeline bubbles, more messages; 1 = off."""
     cp: int = key(1, gt=0, resume=True)
     """Context parallel size: neighboring ranks that share each micro-batch, a part of the columns each, so that
-    activations of a sequence are split. In attention they exchange columns for heads, so cp divides the model's
-    attention heads / tp."""
+    activations of a sequence are split. It divides the model's attention heads / tp."""
     ep: int = key(1, gt=0, resume=True)
     """Expert parallel size: neighboring ranks of a pipeline stage that share the experts. Mixture-of-experts
     students only."""
@@ -124,8 +123,8 @@ class ActorConfig:
     transformers. auto = on cuda; after a failure the layers run uncompiled, with the reason in the log. on = also on
     cpu, and a failure ends the run; off."""
     attention: str = key("auto", choices=("auto", "fa3", "fa4"), resume=True)
-    """Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package
-    must be installed. Those need model.dtype=bfloat16, and are compared with torch's results at the start."""
+    """Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package must
+    be installed. Those need model.dtype=bfloat16."""
     recompute: str = key("none", choices=("none", "selective", "full"), resume=True)
     """Activations recomputed in the backward pass: none, selective (attention; megatron only), or full (whole
     layers)."""
@@ -133,8 +132,7 @@ class ActorConfig:
     """fsdp2: keep sharded parameters, gradients and optimizer state in host memory and copy one layer at a time to
     the GPU. actor.offload_train is then ignored."""
     offload_train: bool = key(False, resume=True)
-    """Move weights, gradients and optimizer state to host memory between calls on the actor. Results are bit-exact;
-    a step takes longer by the time of the copies. See docs/memory.md."""
+    """Move weights, gradients and optimizer state to host memory between calls on the actor. docs/memory.md."""
     packing: bool | None = key(None, read=auto_is(None), example="auto, true or false", resume=True)
     """Concatenate the sequences of a micro-batch instead of padding each to the longest. auto = unless the model
     does not support it."""

@@ -43,19 +43,18 @@ class RolloutConfig:
     """Processes for each engine that run the environments."""
     max_num_seqs: int = key(0, ge=0, resume=True)
     """Sequences that an engine decodes at a time; 0 = 128, on GPUs of known size as many of full length as its KV
-    cache holds, up to 1024. See docs/sizing.md."""
+    cache holds, up to 1024. docs/sizing.md."""
     gpu_memory_utilization: float = key(0.85, gt=0, le=1, resume=True)
     """Fraction of GPU memory that must be free when vLLM starts, and that it takes (weights and KV cache); ignored
     if rollout.kv_cache_mib is set, and on cpu."""
     kv_cache_mib: int = key(0, ge=0, resume=True)
-    """Size of the KV cache of each rank in MiB; 0 = on a GPU what rollout.gpu_memory_utilization leaves, on cpu
-    256. With a size, engines start with whatever GPU memory is free, also while other processes allocate and free
-    some."""
+    """Size of the KV cache of each rank in MiB; 0 = on a GPU what rollout.gpu_memory_utilization leaves, on cpu 256.
+    With a size, engines start with whatever GPU memory is free."""
     enforce_eager: bool = key(False, resume=True)
     """Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu."""
     max_restarts: int = key(1, ge=0, resume=True)
-    """How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the
-    run, and so does an error that would come again. 0 = the first failure ends it. See docs/operations.md."""
+    """How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the run.
+    docs/operations.md."""
     hang_timeout_s: float = key(300.0, gt=0, resume=True)
     """Seconds without a finished pass, or without any reply, after which an engine with unfinished sequences hangs
     and is killed. Longer than its longest pass, shorter than trainer.stage_timeout_s."""
@@ -96,7 +95,7 @@ class WeightSyncConfig:
     """Size of the buckets in which tensors are sent, in MiB."""
     lora: str = key("merged", choices=("merged", "adapters"), resume=True)
     """What is sent after a step with actor.lora: merged = all weights; adapters = only the adapters, with which the
-    engines compute (vLLM's LoRA). See docs/student.md."""
+    engines compute (vLLM's LoRA). docs/student.md."""
     verify: str = key("first", choices=("always", "first", "never"), resume=True)
     """Compare digests of the engines' tensors with the exported ones: always, first (at the start and after the
     first training step) or never."""

@@ -65,7 +65,7 @@ HEALTH_CHECKS = (
 class HealthConfig:
     on_alarm: str = key("warn", choices=("warn", "pause", "stop"), resume=True)
     """What a new alarm of a health check does. warn: one log line. pause: save the step, then wait until
-    run_dir/continue exists. stop: save the step, then end with an error. See docs/health.md."""
+    run_dir/continue exists. stop: save the step, then end with an error. docs/health.md."""
     limits: dict[str, float] = key(
         {},
         example="names with numbers, e.g. {truncated: 0.9}",
@@ -74,7 +74,7 @@ class HealthConfig:
         limits="numbers >= 0",
         resume=True,
     )
-    """Other limits of some checks, e.g. {truncated: 0.9, no_gap: 0}; 0 leaves a check out. See docs/health.md."""
+    """Other limits of some checks, e.g. {truncated: 0.9, no_gap: 0}; 0 leaves a check out. docs/health.md."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class DataConfig:
     max_prompt_length: int = key(1024, gt=0)
     """Longest prompt in tokens."""
     max_teacher_prompt_length: int = key(0, ge=0)
-    """Longest prompt of the teacher in tokens, if it has its own; 0 = max_prompt_length. A longer one is never
-    truncated: it is an error, or the row is omitted with truncation drop."""
+    """Longest prompt of the teacher in tokens, if it has its own; 0 = max_prompt_length. A longer one is an error, or
+    the row is omitted with truncation drop."""
     max_response_length: int = key(1024, gt=0)
     """Longest response in tokens; a rollout that reaches it ends with finish_reason "length"."""
     truncation: str = key("error", choices=("error", "drop", "left", "right"))
@@ -155,14 +155,13 @@ class TrainerConfig:
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
     """auto = cuda if there is a GPU. On cpu a "GPU" of a pool is one process."""
     cpu_cores: int = key(0, ge=0, resume=True)
-    """On the CPU: cores of each node that actor and engines compute on; 0 = all that the trainer may use. With
-    scheduler=sync each of both has all of them, otherwise half. Another number changes the last bits of results."""
+    """On the CPU: cores of each node that actor and engines compute on; 0 = all. With scheduler=sync each of both has
+    all of them, otherwise half. Another number changes the last bits of results."""
     scheduler: str = key("sync", choices=(*AHEAD, STREAM))
     """Overlap of rollouts with training: sync (none, staleness 0), one_step_off or two_step_off (prefetch one or
-    two batches), or stream (continuous generation, weights updated mid-response). See docs/architecture.md."""
+    two batches), or stream (continuous generation, weights updated mid-response). docs/architecture.md."""
     max_staleness: int = key(1, ge=0)
-    """stream: largest number of steps between the start of a response and the step that trains on it. 2 is faster
-    if a few responses are much longer than the others."""
+    """stream: largest number of steps between the start of a response and the step that trains on it."""
     record_batches: bool = key(False, resume=True)
     """Keep the rollouts and scores of every step in run_dir/batches, for trainer.replay."""
     replay: str = file_key("", resume=True)
@@ -192,17 +191,17 @@ class TrainerConfig:
     project_name: str = key("gkd", required="give a name, e.g. gkd.", limits="not empty", resume=True)
     """Project of wandb and trackio, experiment of mlflow. A run there has the name of its folder."""
     progress: str = key("auto", choices=("auto", "panel", "lines", "off"), resume=True)
-    """What the driver shows on stderr. lines: one line per step, and a line in each long silence. panel: a live
-    panel instead. auto: panel on a terminal, otherwise lines. off: neither."""
+    """What the driver shows on stderr: lines (one per step), panel (live), auto (panel on a terminal, otherwise lines)
+    or off."""
     profile_steps: list[str] = key([], limits="steps >= 1, or ranges of them like 10-12", resume=True)
     """Steps in which torch's profiler runs on actor rank 0, like [3, 10-12]. Traces go to run_dir/profile; such a
     step is slower."""
     resume: str = file_key("never", limits="never, auto or a folder", resume=True)
     """never: refuse a run_dir with a run in it. auto: resume from its newest undamaged checkpoint. A checkpoint
-    folder (.../checkpoints/step_N): rewind to it, or branch into a new run_dir. See docs/operations.md."""
+    folder (.../checkpoints/step_N): rewind to it, or branch into a new run_dir. docs/operations.md."""
     max_restarts: int = key(0, ge=0, resume=True)
-    """How often a run whose rank died, failed or hangs in the training loop starts again by itself, from its newest
-    checkpoint. See docs/operations.md."""
+    """How often a run whose rank died or hangs in the training loop starts again from its newest checkpoint.
+    docs/operations.md."""
     save_every: int | str = key(
         "30min",
         example="steps, e.g. 100, or a time, e.g. 30min",
@@ -210,24 +209,24 @@ class TrainerConfig:
         resume=True,
     )
     """Steps or time between checkpoints; 0 = only at the end. An interrupt and a lost teacher save the last step,
-    too. See docs/operations.md."""
+    too. docs/operations.md."""
     keep_last: int = key(2, gt=0, resume=True)
     """Newest checkpoints to keep."""
     keep_best: str = key("", limits="eval/... or domain/.../accuracy, with data.val_files", resume=True)
-    """Number of an evaluation, such as eval/accuracy or eval/kl: the step with the best one is saved and never
-    deleted; the file checkpoints/best names it. Best is the smallest KL, end_kl_share or sure_and_wrong_share, else
-    the largest. Empty = off."""
+    """Number of an evaluation, such as eval/accuracy or eval/kl: the best step is saved and never deleted;
+    checkpoints/best names it. Best is the smallest KL, end_kl_share or sure_and_wrong_share, else the largest. Empty =
+    off."""
     colocate: bool = key(False, resume=True)
-    """Let actor and engines share the same GPUs by turns, offloading the idle side to host memory. Needs pools of
-    equal size and scheduler=sync. See docs/memory.md."""
+    """Let actor and engines take turns on the same GPUs. Needs pools of equal size and scheduler=sync.
+    docs/memory.md."""
     init_timeout_s: float = key(600.0, gt=0, resume=True)
     """Seconds to wait for free GPUs, and then for all ranks to start. After that the run stops and reports late
-    ranks; all stacks are in run_dir/stacks.txt."""
+    ranks."""
     stage_timeout_s: float = key(
         1800.0, gt=0, limits="zmq: > teacher.outage_budget_s + teacher.request_timeout_s", resume=True
     )
-    """Seconds to wait for a training step, scores, a weight sync or the next rollout before the run stops and
-    reports where ranks hang."""
+    """Seconds to wait for a training step, scores, a weight sync or the next rollout before the run stops with a
+    report."""
 
     @property
     def staleness_bound(self) -> int:
@@ -272,9 +271,8 @@ class EvalConfig:
 @dataclass(frozen=True)
 class MemoryConfig:
     strategy: str = key("auto", choices=("auto", "resident", "offload"), resume=True)
-    """Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes:
-    resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction leaves a
-    tenth of the GPU free, else offload)."""
+    """Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes: resident
+    (on the GPU), offload (in host memory) or auto (resident if a tenth of the GPU stays free)."""
 
 
 @dataclass(frozen=True)
@@ -282,12 +280,11 @@ class ClusterConfig:
     ray_address: str = key("", resume=True)
     """HOST:PORT of a running Ray cluster; empty = start one on this machine. Pools of several nodes need it."""
     gpus: list[int] = key([], read=auto_is([]), ge=0, limits="each once, or auto", resume=True)
-    """GPU numbers of a node, as in nvidia-smi, that the pools may use, in ascending order. auto or empty = all that
-    are visible, without those of a teacher server on this host. See docs/operations.md for CUDA_VISIBLE_DEVICES and
-    running clusters."""
+    """GPU numbers of a node, as in nvidia-smi, that the pools may use. auto or empty = all that are visible, without
+    those of a teacher server on this host. docs/operations.md."""
     teacher_gpu_share: float = key(0.0, ge=0, lt=1, resume=True)
-    """Share of each of the pools' GPUs that teacher servers on the same GPUs take: their --gpu-memory-utilization.
-    Automatic gpus then include theirs. 0 = they have GPUs of their own (docs/memory.md)."""
+    """Share of each of the pools' GPUs that teacher servers on the same GPUs take: their --gpu-memory-utilization. 0 =
+    they have GPUs of their own. docs/memory.md."""
 
 
 @dataclass(frozen=True)

@@ -103,14 +103,14 @@ class TeacherConfig:
     path: str = file_key("", limits="required for local, else empty", resume=True)
     """local: the teacher, as model.path."""
     fsdp_cpu_offload: bool = key(True, resume=True)
-    """local: keep the teacher's shards in host memory and one layer on the GPU. Off: they stay on the GPU;
-    memory.strategy decides whether the actor's states stay there, too."""
+    """local: keep the teacher's shards in host memory and one layer on the GPU. Off: they stay on the GPU, see
+    memory.strategy."""
     update_interval: int = key(0, ge=0)
     """local: steps between updates of the teacher from the student's weights (self-distillation); 0 = it stays as
     it is. It needs the student's architecture, and checkpoints include it."""
     update_ema: float = key(0.0, ge=0, lt=1, limits="0 without update_interval")
-    """local: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the student's, in
-    float32, a moving average; 0 = it copies the student's."""
+    """local: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the student's; 0 = it copies
+    the student's."""
     server_ip: str = key("127.0.0.1", resume=True)
     """Host name or IPv4 address of the teacher server."""
     server_port: int = key(15555, ge=1, le=65535, resume=True)
@@ -125,11 +125,10 @@ class TeacherConfig:
     dialect: str = key("vllm", choices=DIALECTS, resume=True)
     """http: what the server is, which decides the form of the requests."""
     api_key_env: str = key("", limits="name of a variable", resume=True)
-    """http: environment variable with the API key, which is sent as a bearer token and never recorded; empty = no
-    key. Scoring endpoints read it on their host."""
+    """http: environment variable with the API key, which scoring endpoints read on their host; empty = no key."""
     max_in_flight: int = key(0, ge=0, le=1 << 20, resume=True)
-    """Limit of the sequences in flight at the server, over all data-parallel groups, each of which has at least
-    one; 0 = as many as keep the server's workers busy, which it announces (http: 32)."""
+    """Limit of the sequences in flight at the server, over all data-parallel groups; 0 = as many as keep the server's
+    workers busy (http: 32)."""
     store: str = file_key("", resume=True)
     """Folder that keeps the scores of dataset responses for later epochs and runs; empty = none. It is on each host
     of the actor pool, or shared."""
@@ -163,8 +162,8 @@ class TeacherConfig:
     """zmq, http, local: folder with the teacher's tokenizer, if its tokens are not the student's; needs
     teacher.signal topk, hidden or units. Empty = the same tokens. docs/other_tokenizer.md."""
     special_tokens: dict[str, str] = key({}, limits="special tokens of both tokenizers")
-    """Special tokens in responses that mean the same: {the student's: the teacher's}. The ends of a response are
-    paired without it; responses are compared up to any other special token."""
+    """Special tokens in responses that mean the same: {the student's: the teacher's}. Responses are compared up to any
+    other special token."""
     prompt_template: str = key("", limits="at least one placeholder; {{ and }} for braces")
     """Prompt that the teacher scores the responses after, made of the row: a text with {prompt}, {answer} and
     {response} (the columns of data.prompt_key, answer_key, response_key) or any other {COLUMN}. Empty = that of
@@ -206,9 +205,8 @@ class DistillConfig:
     on_policy_share: float = key(1.0, ge=0, le=1)
     """Share of prompts whose responses the student generates (lambda of GKD); the others use data.response_key."""
     support: str = key("teacher", choices=SUPPORTS)
-    """The teacher.topk ids per position that the losses compare: the teacher's most probable ones, the student's at
-    the rollout, or union = half of them the student's and the rest the teacher's most probable others. Dataset
-    responses have the teacher's."""
+    """The teacher.topk ids per position that the losses compare: the teacher's most probable ones, the student's at the
+    rollout, or union = half of each. Dataset responses have the teacher's. docs/losses.md."""
     units: str = key("nodes", choices=UNITS)
     """teacher.tokenizer: what the losses compare. nodes = strings that begin tokens of both vocabularies, and the
     next byte where their tokens do not begin together; text = the next byte everywhere."""
@@ -218,7 +216,7 @@ class DistillConfig:
     token that makes reverse_kl unbiased)."""
     normalize: str = key("token", choices=NORMALIZATIONS)
     """Mean of the loss over a batch: token = of all tokens; sequence = of the sequences' means; domain = sum of the
-    token means of each of teacher.routes, so that long answers do not outweigh others."""
+    token means of each of teacher.routes."""
     skip_first_tokens: int = key(0, ge=0, limits="< data.max_response_length")
     """First tokens of each response that carry no loss in training; the mean is over the others."""
     teacher_reward_scale: float = key(1.0, ge=0)
@@ -238,7 +236,7 @@ class DistillConfig:
     number to 1 + the second."""
     token_weight: str = key("none", choices=TOKEN_WEIGHTS)
     """Factor of each token's loss within its sequence: by the student's entropy, by teachability (the KL where the
-    teacher prefers another candidate of the student), or by position (more at the start). See docs/losses.md."""
+    teacher prefers another candidate of the student), or by position (more at the start). docs/losses.md."""
     token_share: float = key(1.0, gt=0, le=1)
     """Share of each sequence's tokens, those of the largest distill.token_weight, that carry loss; the sequence's
     part of the loss stays the same."""
@@ -255,8 +253,8 @@ class ReferenceConfig:
     """The reference, as model.path, with the student's tokenizer. Empty = the initial student in model.path; with
     LoRA that is the actor with its adapters disabled, without a second model."""
     fsdp_cpu_offload: bool = key(True, resume=True)
-    """Keep the reference's shards in host memory and one layer on the GPU. Off: they stay on the GPU;
-    memory.strategy decides whether the actor's states stay there, too."""
+    """Keep the reference's shards in host memory and one layer on the GPU. Off: they stay on the GPU, see
+    memory.strategy."""
     update_interval: int = key(0, ge=0, limits="not 1")
     """Steps between updates of the reference from the student's weights; 0 = it stays as it is. It needs the
     student's architecture, and checkpoints include it. Not for actor.lora without reference.path."""

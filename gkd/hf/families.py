@@ -72,6 +72,7 @@ FAMILIES: dict[str, Family] = {
         sigmoid_router=True,
         is_partly_rotated=True,
     ),
+    "seed_oss": Family(8, 27648, 524288, {"head_dim": 128, "attention_bias": True}, qkv_bias="attention_bias"),
     "olmo2": Family(None, 11008, 2048, post_norm=True),
     "ministral3": Family(8, 14336, 262144, {"head_dim": 128}, default_window=0, scales_queries=True),
     "mixtral": Family(

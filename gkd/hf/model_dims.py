@@ -388,8 +388,8 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
     supported: dict[str, Any] = {
         "use_sliding_window": False,
         "attention_bias": False,
+        "attention_out_bias": False,
         "mlp_bias": False,
-        "attention_dropout": 0.0,
         "router_jitter_noise": 0.0,
         "use_bidirectional_attention": False,
         "attn_logit_softcapping": None,

@@ -19,7 +19,7 @@ VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 PAD = 16  # occurs inside sequences, as the end-of-turn token of models that pad with it
 TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
-KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3", "gemma3_text")
+KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3", "gemma3_text", "seed_oss")
 # Normalized expert weights and experts in every layer; not normalized, and a dense first layer.
 MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe", "mixtral")
 
@@ -74,6 +74,8 @@ def make_hf_folder(
         rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
         config = tf.Ministral3Config(**sizes, head_dim=16, rope_parameters=rope)
         model = tf.Ministral3ForCausalLM(config)
+    elif kind == "seed_oss":
+        model = tf.SeedOssForCausalLM(tf.SeedOssConfig(**sizes, head_dim=16, pad_token_id=PAD))
     elif kind == "olmo2":
         model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, pad_token_id=PAD))
     elif kind == "glm4_moe":

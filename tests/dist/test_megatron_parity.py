@@ -39,6 +39,7 @@ SOME_LAYOUTS = {
     "olmo2": ("tp2", "pp2"),
     "ministral3": ("pp2",),
     "gemma3_text": ("pp2",),
+    "seed_oss": ("tp2",),
 }
 
 

@@ -2,7 +2,7 @@
 
 A row of the table is a stage of `tests.gpu_proof`. Rows of twelve_minutes.json replace those of gpu_proof_h200.json
 with the same name; `notes` in a file are sentences about its figures, which follow the table. Rows of rehearsals and
-of skipped stages do not hold measurements, so they are left out.
+of skipped stages do not hold measurements, so they are left out. Of gpu_proof_h200.json only medians are shown.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from tests.bench.teacher_report import show
 from tests.gpu_proof.stages import TWELVE_MINUTES
 
 FILES = ("gpu_proof_h200.json", "twelve_minutes.json")
-SHOWN = 5  # figures of a stage, besides those that missed their bar
+SHOWN = 2  # figures of a stage, besides those that missed their bar
 
 
 def section(results: Path) -> str:
     """Return the Markdown of the section without its heading."""
     rows: dict[str, dict[str, Any]] = {}
+    newest: set[str] = set()  # stages of the last file
     machines: dict[str, None] = {}  # in the order of the rows, each once
     notes: list[str] = []
     for name in FILES:
@@ -31,6 +32,7 @@ def section(results: Path) -> str:
             for stage, row in found["stages"].items():
                 if row["verdict"] != "skipped" and not row.get("tiny") and row.get("device") != "cpu":
                     rows[stage] = row
+                    newest |= {stage} if name == FILES[-1] else set()
                     machines[f"- {_machine(row.get('machine') or found['machine'])}: [figures](results/{name})."] = None
             notes += found.get("notes", [])
     lines = [*machines, "", "| stage | commit | verdict | figures |", "|---|---|---|---|"]
@@ -38,7 +40,8 @@ def section(results: Path) -> str:
     if missing := [stage.name for stage in TWELVE_MINUTES if stage.name not in rows]:
         lines += ["", f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}."]
     for stage, row in rows.items():
-        lines += [line for table in row.get("tables", ()) for line in _table(stage, table)]
+        shown = [table for table in row.get("tables", ()) if stage in newest or table["title"] == "medians"]
+        lines += [line for table in shown for line in _table(stage, table)]
     return "\n".join([*lines, *(f"\n{note}" for note in notes), ""])
 
 

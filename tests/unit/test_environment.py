@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ def start(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], RunFolder]:
 def test_a_start_is_described(tmp_path: Path) -> None:
     """Fails if a result cannot be traced to versions, seeds, data and teacher."""
     facts, _ = start(tmp_path, "data.seed=7")
-    assert facts["versions"].keys() == set(PACKAGES) and facts["versions"]["gkd"] == "0.1.0"
+    assert facts["versions"].keys() == set(PACKAGES) and facts["versions"]["gkd"] == metadata.version("gkd")
     assert all(facts["versions"][name] for name in ("torch", "vllm", "ray", "transformers", "megatron-core"))
     assert facts["seeds"] == {"data.seed": 7} and facts["resumed_from"] is None
     assert [(d["key"], d["rows"], d["bytes"]) for d in facts["data"]] == [("data.train_files", 2, 32)]
