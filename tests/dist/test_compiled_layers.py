@@ -134,6 +134,7 @@ def _run_many(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         at = end
     n_more = counters["stats"]["unique_graphs"] - n_graphs
     torch._dynamo.reset()
+    student = build_student("fsdp2", folder, rank, world_size)
     compiled._VARIANTS = 1
     place: dict[str, Any] = {"packing": True, "dtype": torch.float32, "device": torch.device("cpu")}
     refusal = caught(lambda: compiled.compile_layers(student.model, must=True, **place))
@@ -147,7 +148,7 @@ def _run_many(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 def test_what_is_compiled_is_decided_at_the_start(tmp_path: Path) -> None:
     """Fails if new lengths compile again, or layers run uncompiled without a word, or a run ends that could go on."""
-    save_family(tmp_path, "gemma2", seed=1)  # two kinds of layers
+    save_family(tmp_path, "qwen3", seed=1)
     (found,) = run_ranks(_run_many, 1, tmp_path, timeout_s=120.0)
     assert found["more"] <= 2
     assert "actor.compile" in found["refusal"][1]

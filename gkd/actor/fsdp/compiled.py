@@ -65,7 +65,8 @@ def compile_layers(root: LossModel, *, must: bool, packing: bool, dtype: torch.d
         try:
             why = _difference(_pass(root, packing, device), plain)
         except Exception as error:  # the compiler, and the model's code in it, may raise anything
-            why = f"{type(error).__name__}: {shorten(str(error), 200)}"
+            cause = error.__cause__ or error
+            why = f"{type(cause).__name__}: {shorten(str(cause), 200)}"
     reasons: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, why)
     why = next(filter(None, reasons), "")
