@@ -126,7 +126,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="print the first N training prompts as the models read them, and end",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     args = parse_overrides(parser, argv)
     if args.show_prompts is not None and args.show_prompts < 1:
         parser.error(f"--show-prompts {args.show_prompts}: give the number of prompts, at least 1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,16 @@ from gkd.types import (
     TrainStats,
 )
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """Calls that are being executed."""
+
+    def wait(self) -> T_co:
+        """Wait for the calls, and return their result. May be repeated. Raises the error of a rank that failed."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Computation:
@@ -46,7 +56,7 @@ class Computation:
 class MovableStates(Protocol):
     """States that a role can release; `gkd.memory.offload_manager.state_offload_manager` takes such a role."""
 
-    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending[object]:
         """Offload states to host memory. Idempotent.
 
         Args:
@@ -55,7 +65,7 @@ class MovableStates(Protocol):
         """
         ...
 
-    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending[object]:
         """Undo `offload_states`. Idempotent."""
         ...
 
@@ -116,7 +126,9 @@ class RolloutRole(MovableStates, Protocol):
         """
         ...
 
-    def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
+    def offload_states(
+        self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True
+    ) -> Pending[object]:
         """Release the engines' GPU memory. Idempotent. Calls that need a released state reload it.
 
         Args:
@@ -223,8 +235,11 @@ class ActorRole(MovableStates, Protocol):
         *,
         blocking: bool = True,
         meta: Mapping[str, Any] | None = None,
-    ) -> LogprobsHandle:
+    ) -> Pending[list[list[np.ndarray]]]:
         """Compute the actor's logprobs of a batch, which may still wait for the teacher's scores. No gradients.
+
+        For each chunk, in its order, the logprobs of each sequence's response tokens: [R] float32, nats, at the
+        temperature of the loss, teacher.temperature.
 
         Args:
             blocking: wait for all ranks. Otherwise wait on the returned handle.
@@ -334,12 +349,6 @@ class Roles:
     evaluation: ScoringRole | None = None
 
 
-class Pending(Protocol):
-    def wait(self) -> object:
-        """Wait for the calls. Raises the error of a rank that failed."""
-        ...
-
-
 class RolloutStream(Protocol):
     """Rollouts without batches: prompts are admitted at any time, and each sample is returned when it has finished.
 
@@ -370,15 +379,6 @@ class RolloutStream(Protocol):
 
     def close(self) -> None:
         """Stop and drop unfinished sequences. Idempotent."""
-        ...
-
-
-class LogprobsHandle(Protocol):
-    def wait(self) -> list[list[np.ndarray]]:
-        """Return for each chunk, in its order, the logprobs of each sequence's response tokens: [R] float32, nats.
-
-        At the temperature of the loss, teacher.temperature. Raises the error of a failed rank.
-        """
         ...
 
 

@@ -198,8 +198,7 @@ class TokenTargets:
 
     def on(self, device: torch.device) -> TokenTargets:
         """Move all tables to `device` except `logits` and `hidden`, which the loss moves in chunks."""
-        host = ("logits", "hidden", "text")
-        return self._each(lambda name, table: table if name in host else table.to(device))
+        return self._each(lambda name, table: table if name in ("logits", "hidden", "text") else table.to(device))
 
     def _each(self, change: Callable[[str, Any], Any]) -> TokenTargets:
         changed: dict[str, Any] = {}
@@ -299,7 +298,7 @@ class PendingScores:
     rollouts: RolloutChunk
     ref: Any  # see ScoredChunk; exists before the scores do
     summary: Any  # handle of a `ScoreSummary`'s bytes, of all sequences in the list of `rollouts.ref`
-    rewards: Any = None  # handle of the values' bytes, of the same sequences; None: not judged
+    rewards: Any = None  # handle of the bytes of `Judging.judge`, of the same sequences; None: not judged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -324,6 +323,8 @@ class ScoredChunk:
     reference: Any = None
     # [n_sequences, functions] float64, see `gkd.scoring.reward`; NaN: unknown, see `Undecided`. None: not judged.
     rewards: np.ndarray | None = None
+    # [n_sequences, 2] float64, see `gkd.scoring.reward.judging.Judging.judge`, or no columns; None: not judged.
+    of_group: np.ndarray | None = None
     # [n_sequences, 2] float32, `Rollout.advantage` and `Rollout.factor`; None: no setting needs them.
     numbers: np.ndarray | None = None
 
@@ -414,8 +415,7 @@ class TeacherHealth:
         silent = max(healths, key=lambda health: health.silent_s)
         newest: dict[str, TeacherHealth] = {}
         for health in healths:
-            previous = newest.get(health.route, health)
-            newest[health.route] = min(previous, health, key=lambda report: report.silent_s)
+            newest[health.route] = min(newest.get(health.route, health), health, key=lambda report: report.silent_s)
         return TeacherHealth(
             silent.silent_s,
             silent.budget_s,

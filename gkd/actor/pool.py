@@ -25,7 +25,7 @@ from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
 from gkd.memory.usage import merge
 from gkd.spans import ProcessSpans
-from gkd.text.pair import TokenizerPair
+from gkd.text.comparison import SAME_TOKENS, Comparison
 from gkd.types import FileDigest, PendingScores, ScoredChunk, TrainStats
 
 log = get_logger("actor")
@@ -52,24 +52,23 @@ class ActorPool:
             log.info("groups are balanced by tokens alone: %s", error)
             return math.inf
 
-    def init_model(self, device: str, total_steps: int, timeout_s: float) -> dict[str, Any]:
+    def init_model(
+        self, device: str, total_steps: int, timeout_s: float, comparison: Comparison = SAME_TOKENS
+    ) -> dict[str, Any]:
         """Start `ActorWorker.init_model` on all ranks. Return the handles by rank's name, to be gathered.
 
         Args:
             timeout_s: for the rendezvous with rank 0.
+            comparison: of the student with its teacher.
         """
         root = {"actor rank 0": self.workers[0].rendezvous.remote()}
         address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]
         run_dir = Path(self._config.trainer.run_dir).absolute()
-        return self._call("init_model", self._config, device, address, total_steps, run_dir)
+        return self._call("init_model", self._config, device, address, total_steps, run_dir, comparison)
 
-    def init_teacher(self, timeout_s: float, pair: TokenizerPair | None = None) -> None:
-        """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`.
-
-        Args:
-            pair: tokenizers of the student and of a teacher with another one.
-        """
-        gather(self._call("init_teacher", pair), "init_teacher", timeout_s)
+    def init_teacher(self, timeout_s: float) -> None:
+        """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
+        gather(self._call("init_teacher"), "init_teacher", timeout_s)
 
     def init_reference(self, timeout_s: float) -> None:
         """Build the reference on all ranks; blocks. Raises as `FrozenModel`."""
@@ -122,7 +121,7 @@ class ActorPool:
         *,
         blocking: bool = True,
         meta: Mapping[str, Any] | None = None,
-    ) -> PendingLogprobs:
+    ) -> Pending:
         """See `ActorRole.compute_logprobs`. The sequences are scattered over the data-parallel groups.
 
         Raises ValueError: `meta` has another key.
@@ -134,10 +133,10 @@ class ActorPool:
         calls, results = call_scattered(
             self.workers, "compute_logprobs", chunks, groups=groups, attention_length=length, **options
         )
-        pending = Pending(calls, "compute_logprobs", self._timeout_s)
+        pending = Pending(calls, "compute_logprobs", self._timeout_s, finish=lambda _: list(map(_logprobs, results)))
         if blocking:
             pending.wait()
-        return PendingLogprobs(pending, results)
+        return pending
 
     def save(self, folder: Path, *, blocking: bool = False) -> None:
         self._call_and_wait("save", folder.absolute(), blocking)
@@ -195,15 +194,14 @@ class ActorPool:
         refs = {f"actor rank {rank}": self.workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
         return list(gather(refs, "node ids", timeout_s).values())
 
-    def set_teacher_head(self, heads: Sequence[Any], timeout_s: float, pair: TokenizerPair | None = None) -> None:
+    def set_teacher_head(self, heads: Sequence[Any], timeout_s: float) -> None:
         """Send the teacher's LM head to the ranks that compute the loss; blocks.
 
         Args:
-            heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage, or None.
-            pair: tokenizers of the student and of a teacher with another one.
+            heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage.
         """
         refs = {
-            f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank], pair)
+            f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank])
             for worker, layout in zip(self.workers, self._layouts, strict=True)
             if layout.is_last_stage
         }
@@ -234,6 +232,12 @@ class ActorPool:
         }
 
 
+def _logprobs(chunk: PartialResults) -> list[np.ndarray]:
+    """Fetch the logprobs of a chunk's sequences, in its order."""
+    results = gather_results(chunk.sequence_indices, [fetch(ref, "logprobs") for ref in chunk.refs])
+    return [logprobs for logprobs in results if logprobs is not None]
+
+
 def _options(meta: Mapping[str, Any] | None, *further: str) -> dict[str, Any]:
     """Return the `meta` of a call as keyword arguments of the ranks' method.
 
@@ -248,25 +252,3 @@ def _options(meta: Mapping[str, Any] | None, *further: str) -> dict[str, Any]:
     if unknown := sorted(set(options) - set(supported)):
         raise ValueError(f"meta has unknown keys {', '.join(unknown)}; this call supports {', '.join(supported)}")
     return {key: bool(value) for key, value in options.items()}
-
-
-class PendingLogprobs:
-    """Logprobs of a batch that are being computed.
-
-    Args:
-        calls: on all ranks.
-        parts: of each chunk.
-    """
-
-    def __init__(self, calls: Pending, results: Sequence[PartialResults]) -> None:
-        self._calls = calls
-        self._parts = list(results)
-
-    def wait(self, timeout_s: float | None = None) -> list[list[np.ndarray]]:
-        """Return for each chunk, in its order, [R] float32 of each sequence. May be repeated.
-
-        Raises as `Pending.wait`.
-        """
-        self._calls.wait(timeout_s)
-        results = [(part.sequence_indices, [fetch(ref, "logprobs") for ref in part.refs]) for part in self._parts]
-        return [[one for one in gather_results(*result) if one is not None] for result in results]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gkd.actor import shared_folder
 from gkd.actor.common.agree import probe_group
-from gkd.actor.common.base import Student
+from gkd.actor.common.base import Student, StudentArgs
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout, layouts_of
@@ -38,11 +38,10 @@ from gkd.memory.remedies import advice
 from gkd.memory.states import PARAMS
 from gkd.memory.usage import CountMeter, Timeline, log_gpu_memory_usage, record_allocations
 from gkd.spans import Phase, ProcessSpans, Progress, SpanRecorder
-from gkd.text.pair import TokenizerPair
+from gkd.text.comparison import SAME_TOKENS, Comparison
 
 if TYPE_CHECKING:
     from gkd.actor.common.attention import Heads
-    from gkd.actor.common.base import Student, StudentArgs
 
 
 # Concurrency group of the methods that give weights to a restarted engine while this rank computes.
@@ -63,7 +62,6 @@ class ActorRank:
         self._name = f"actor rank {rank}"
         self._log = get_logger(f"actor.{rank}")
         self._spans = SpanRecorder(f"actor {rank}", Phase.STARTED)
-        self._pair: TokenizerPair | None = None
         self._stores: dict[int, dist.TCPStore] = {}  # port -> store whose group is not made yet
 
     def placement(self, ask_driver: bool) -> RankPlacement:
@@ -99,14 +97,22 @@ class ActorRank:
         return node
 
     def init_model(
-        self, config: Config, device: str, address: tuple[str, int], total_steps: int, run_dir: Path
+        self,
+        config: Config,
+        device: str,
+        address: tuple[str, int],
+        total_steps: int,
+        run_dir: Path,
+        comparison: Comparison,
     ) -> None:
         """Join the actor's process group, build the student and load its weights. Collective.
 
         Args:
             address: host and port of rank 0.
             run_dir: trainer.run_dir as an absolute path of the driver.
+            comparison: of the student with its teacher.
         """
+        self._comparison = comparison
         self._log.info(self.placement(ask_driver=False).line())
         self._spans.enter("fetching the models")
         self._config = config = with_local_copies(config)
@@ -129,8 +135,7 @@ class ActorRank:
         else:
             store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         backend = "nccl" if device == "cuda" else "gloo"
-        world_size = derived.world_size
-        dist.init_process_group(backend, store=store, rank=self._rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=derived.world_size, timeout=timeout)
         self._spans.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", derived.world_size)
@@ -156,18 +161,20 @@ class ActorRank:
         log_gpu_memory_usage("student built and loaded", self._log, rank=None, device=self._device)
 
     def _build_student(self, total_steps: int, timeout_s: float) -> Student:
-        on_phase = self._spans.enter
-        return build_student(self._config, self._layout, self._device, total_steps, timeout_s, on_phase=on_phase)
+        return build_student(
+            self._config,
+            self._layout,
+            self._device,
+            total_steps,
+            timeout_s,
+            on_phase=self._spans.enter,
+            comparison=self._comparison,
+        )
 
-    def init_teacher(self, pair: TokenizerPair | None = None) -> None:
-        """Build the local teacher. Collective. Raises as `LocalTeacher`.
-
-        Args:
-            pair: tokenizers of the student and of a teacher with another one.
-        """
-        self._pair = pair
+    def init_teacher(self) -> None:
+        """Build the local teacher. Collective. Raises as `LocalTeacher`."""
         with self._phase(Phase.LOAD_TEACHER, [PARAMS]):
-            self._frozen.init_teacher(pair)
+            self._frozen.init_teacher()
         self._log.info("teacher built and loaded")
 
     def init_reference(self) -> None:
@@ -228,6 +235,7 @@ def build_student(
     collective_timeout_s: float,
     *,
     on_phase: Callable[[str], None],
+    comparison: Comparison = SAME_TOKENS,
 ) -> Student:
     """Build the student and load its weights. Collective.
 
@@ -235,6 +243,7 @@ def build_student(
         total_steps: optimizer steps of the whole run, at which the learning-rate schedule ends.
         collective_timeout_s: of the process groups that the backend creates.
         on_phase: called with the name of each start-up phase.
+        comparison: of the student with its teacher.
     """
     actor = config.actor
     derived = config.derived
@@ -250,6 +259,7 @@ def build_student(
         "device": device,
         "loss": derived.loss,
         "signals": derived.signals,
+        "comparison": comparison,
         "fused_lm_head": actor.fuses,
         "n_vocab": config.model.n_vocab,
         "seed": config.data.seed,

@@ -35,7 +35,6 @@ from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.run.disk import TMP, make_folder, naming
 from gkd.spans import Phase
-from gkd.text.pair import TokenizerPair
 from gkd.types import FileDigest, Rollout, TrainStats
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
@@ -116,8 +115,7 @@ class ActorWorker(ActorRank):
         if columns.rank:
             return stats
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
-        names = self._student.loss.evaluation_names
-        return replace(stats, tokens=token_records(batches, tables, names, kept, choices))
+        return replace(stats, tokens=token_records(batches, tables, self._student.loss.evaluation_names, kept, choices))
 
     def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
         """Compute the local teacher's scores of this rank's sequences. Collective, also for a rank without sequences.
@@ -131,9 +129,9 @@ class ActorWorker(ActorRank):
         Raises:
             TeacherError: on all ranks; see `FrozenModel.score`.
         """
+        assert self._frozen.teacher is not None
         with self._memory.during(Phase.SCORE):
-            scores = self._frozen.score(sequence_indices, chunks)
-        return _objects(scores)
+            return _objects(map_selected(sequence_indices, chunks, self._frozen.teacher.score))
 
     def reference_logprobs(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
         """Compute the reference model's logprobs, arguments as for `score`. The student's states are not moved.
@@ -163,16 +161,10 @@ class ActorWorker(ActorRank):
         with self._phase(phase, [PARAMS], is_offload_states):
             return _objects(map_selected(sequence_indices, chunks, compute))
 
-    def set_teacher_head(self, head: np.ndarray | None, pair: TokenizerPair | None) -> None:
-        """Set the teacher's LM head, for the signal `hidden`. On the last pipeline stage only.
-
-        Args:
-            head: [V, D] float32; None: the teacher sends lists.
-            pair: tokenizers of the student and of a teacher with another one.
-        """
-        self._pair = pair
+    def set_teacher_head(self, head: np.ndarray) -> None:
+        """Set the teacher's LM head, [V, D] float32, for the signal `hidden`. On the last pipeline stage only."""
         with self._phase(Phase.TEACHER_HEAD, [PARAMS], alone=True):
-            self._student.set_teacher_head(head, pair, self._config.distill.units)
+            self._student.set_teacher_head(head)
 
     def save(self, folder: Path, blocking: bool = False) -> None:
         """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends.
@@ -205,8 +197,7 @@ class ActorWorker(ActorRank):
     def export_hf(self, folder: Path) -> None:
         """Export the student as a Hugging Face folder, written by rank 0. Collective."""
         with self._phase(Phase.EXPORT, [PARAMS]):
-            stop_ids = self._config.rollout.stop_token_ids
-            self._student.save_hf(folder, self._config.model.path, stop_ids=stop_ids)
+            self._student.save_hf(folder, self._config.model.path, stop_ids=self._config.rollout.stop_token_ids)
         log_gpu_memory_usage("exported", self._log, rank=None, device=self._device)
 
     def export_plan(self, content: Content) -> list[TensorSpec]:
@@ -327,7 +318,7 @@ class ActorWorker(ActorRank):
                 n_vocab=self._student.n_vocab,
                 signals=self._config.derived.signals,
                 hidden_size=self._student.teacher_hidden_size,
-                n_teacher_vocab=0 if self._pair is None else self._pair.n_listed,
+                n_teacher_vocab=self._student.comparison.n_listed,
                 with_reference=with_reference,
                 with_values=bool(self._config.teacher.kind.pool),  # servers' scores were checked where they arrived
             )
@@ -338,7 +329,7 @@ class ActorWorker(ActorRank):
                 micro_batch_size=actor.micro_batch_size,
                 max_tokens=actor.max_tokens_per_micro_batch,
                 packed=actor.packs,
-                pair=self._pair,
+                comparison=self._student.comparison,
             )
         return batches, rollouts
 

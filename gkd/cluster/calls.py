@@ -62,6 +62,7 @@ class Pending:
 
     Args:
         refs, what, timeout_s: as in `gather`.
+        finish: makes the result of `wait` from the results of the calls by name.
         on_failure: is called with the errors of ranks that failed, by name; the others are still waited for. With None
             the first one is raised.
     """
@@ -71,15 +72,18 @@ class Pending:
         refs: Mapping[str, Any],
         what: str,
         timeout_s: float,
+        *,
+        finish: Callable[[dict[str, Any]], Any] = dict,
         on_failure: Callable[[dict[str, RankFailed]], None] | None = None,
     ) -> None:
         self._refs = dict(refs)
+        self._finish = finish
         self._what = what
         self._timeout_s = timeout_s
         self._on_failure = on_failure
 
-    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Wait as `gather` does. May be repeated, also after a RankTimeout.
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Wait as `gather` does, and return the result. May be repeated, also after a RankTimeout.
 
         Args:
             timeout_s: from now; None = the limit given to the constructor.
@@ -88,7 +92,7 @@ class Pending:
         results = gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s, failed)
         if self._on_failure is not None and failed:
             self._on_failure(failed)
-        return results
+        return self._finish(results)
 
 
 def wait_all(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:

@@ -176,13 +176,12 @@ def _with_visible(rows: Sequence[RankPlacement]) -> str:
 
 
 def _cells(row: RankPlacement) -> list[str]:
-    ids = row.ray_gpu_ids or [gpu.id for gpu in row.gpus] or ["cpu" if row.pool == TEACHER else "-"]
     return [
         row.label,
         row.host,
         str(row.pid),
         row.visible,
-        ",".join(ids),
+        ",".join(row.ray_gpu_ids or [gpu.id for gpu in row.gpus] or ["cpu" if row.pool == TEACHER else "-"]),
         str(len(row.gpus)),
         _each([gpu.name or "-" for gpu in row.gpus]),
         _each([gpu.uuid or "-" for gpu in row.gpus]),

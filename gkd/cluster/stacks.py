@@ -18,13 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gkd.cluster.host import process_info
+from gkd.spans import Progress
 from gkd.user_code import EXEC_S
-
-if TYPE_CHECKING:
-    from gkd.spans import Progress
 
 RANK_ENV = "GKD_RANK"  # set for a rank's process and its children: RUN/RANK
 

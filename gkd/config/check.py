@@ -14,7 +14,7 @@ from gkd.config.schedule import LOSSES, OF_ROLLOUTS, REWARD_WEIGHT, points_probl
 from gkd.config.schema import ENGINE_RANKS, Config, Derived, Route
 from gkd.config.schema_actor import BACKENDS as STUDENT_BACKENDS
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, STREAM
-from gkd.config.schema_teacher import BACKENDS, DIVERGENCES, HTTP
+from gkd.config.schema_teacher import BACKENDS, DIVERGENCES, HTTP, RESPONSE_WEIGHT, RESPONSE_WEIGHTS, SOLVED_SIBLING
 from gkd.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a metric's name
@@ -114,13 +114,12 @@ def check_sizes(config: Config) -> None:
 def check_routes(config: Config) -> None:
     """Check that the routes are complete, and that nothing refers to one that is not there."""
     teacher = config.teacher
-    data = config.data
     if not teacher.routes:
         return
     if wrong := [name for name in teacher.routes if not _NAME.fullmatch(name)]:
         problem = "a name has letters, digits, _ and - only, because metrics contain it."
         raise ConfigError("teacher.routes", wrong[0], problem, "rename it.")
-    shares = data.domain_shares
+    shares = config.data.domain_shares
     size = config.trainer.global_batch_size
     is_complete = shares.keys() == teacher.routes.keys() and all(0 < share < math.inf for share in shares.values())
     if shares and not is_complete:
@@ -153,9 +152,11 @@ def check_reward(config: Config) -> None:
         raise ConfigError("reward.functions", paths, "two functions have the same name.", "name each once.")
     if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
         raise config.error("eval.answer_marker", "exact_match needs one.", "set it, or use another function.")
-    if distill.response_weight != "none" and any(entry.weight < 0 for entry in reward.functions):
+    needs_correct = [RESPONSE_WEIGHT] * (distill.response_weight in RESPONSE_WEIGHTS[1:])
+    needs_correct += ["teacher.prompt_function"] * (config.teacher.prompt_function == SOLVED_SIBLING)
+    if needs_correct and any(entry.weight < 0 for entry in reward.functions):
         problem = "a function of reward.functions has a negative weight, so a large reward does not mean correct."
-        raise config.error("distill.response_weight", problem, "give all functions positive weights.")
+        raise config.error(needs_correct[0], problem, "give all functions positive weights.")
     if not distill.reward_weight:
         return
     sampled = config.rollout.temperature
@@ -184,10 +185,17 @@ def check_prompts(config: Config) -> None:
     paths = (config.eval.metric, *config.derived.rewards)
     if config.teacher.prompt_template:
         template_parts(config.teacher.prompt_template)
+    longest = config.derived.max_sequence_length
+    if config.teacher.prompt_function == SOLVED_SIBLING and config.data.max_teacher_prompt_length < longest:
+        problem = f"solved_sibling puts a response in front of a prompt, together up to {longest} tokens."
+        raise config.error("data.max_teacher_prompt_length", problem, f"use {longest} and room for a sentence.")
     if config.distill.skip_first_tokens >= config.data.max_response_length:
         problem = f"a response has at most data.max_response_length = {config.data.max_response_length} tokens."
         raise config.error("distill.skip_first_tokens", problem, "use less, so that some carry loss.")
     if config.data.images_key:
+        if groups := config.derived.groups:
+            problem = "functions of all responses get no images (data.images_key)."
+            raise config.error(groups[0][0], problem, "use another value.")
         for route in config.derived.routes:
             if route.teacher.backend == "http":
                 problem = "an HTTP server would get the places of the images without the images."
@@ -276,7 +284,6 @@ def check_backend(config: Config) -> None:
 def _check_http_teacher(config: Config, route: Route) -> None:
     """Check the addresses of an HTTP teacher, and that prompt logprobs contain what the losses need."""
     teacher = route.teacher
-    variable = route.teacher.api_key_env
     fix = "write e.g. http://127.0.0.1:8000, without /v1 and without a password."
     if not teacher.url:
         raise ConfigError(route.key("url"), "", "teacher.backend=http needs the address of a server.", fix)
@@ -284,7 +291,7 @@ def _check_http_teacher(config: Config, route: Route) -> None:
         if not _is_address(url):
             shown = url if "@" not in url else "(not shown)"
             raise ConfigError(route.key("url"), shown, "is not the address of an HTTP server.", fix)
-    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):  # it may be the key itself
+    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", route.teacher.api_key_env):  # it may be the key itself
         problem = "is not the name of an environment variable."
         fix = "put the key into a variable, and name that."
         raise ConfigError(route.key("api_key_env"), "(not shown)", problem, fix)

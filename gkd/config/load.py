@@ -123,6 +123,7 @@ def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
     A YAML file without a flag is one of `--config`.
     """
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file's")
     words = list[str]()
     for word in sys.argv[1:] if argv is None else argv:
         is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-") and "=" not in word

@@ -16,10 +16,10 @@ actor.optim.decay_steps | actor.optim.schedule=wsd
 actor.sequence_parallel | actor.tp
 actor.vpp | actor.pp
 cluster.teacher_gpu_share | teacher.backend=zmq teacher.backend=http teacher.backend=none
-data.max_teacher_prompt_length | data.teacher_prompt_key teacher.prompt_template
+data.max_teacher_prompt_length | data.teacher_prompt_key teacher.prompt_template teacher.prompt_function
 data.teacher_key data.domain_shares | teacher.routes
 distill.advantage distill.reward_clip | distill.reward_weight
-distill.reward_weight distill.response_weight | reward.functions
+distill.reward_weight | reward.functions
 distill.token_share | distill.token_weight
 eval.n | eval.metric
 model.freeze_vision | data.images_key
@@ -52,6 +52,8 @@ distill.advantage=group | distill.reward_weight rollout.n=1 | the mean of one re
 distill.loss | distill.losses | its entries replace it
 distill.normalize=domain | !teacher.routes | there is one domain
 distill.reference_kl_weight | distill.on_policy_share=0 | it is estimated from tokens that the student generated
+distill.response_weight=pass_rate distill.response_weight=correct distill.response_weight=wrong | \
+!reward.functions | rewards tell which responses are correct
 distill.response_weight=pass_rate | rollout.n=1 | the pass rate of one response is 0 or 1, so its weight is 0
 distill.reward_weight distill.response_weight | distill.on_policy_share=0 | only responses of the student are judged
 distill.skip_first_tokens | teacher.tokenizer | the tokens of the models are not the same
@@ -75,12 +77,18 @@ reference.update_interval=1 | | after every step the reference is the student, s
 rollout.environment | data.chat_template=never | a chat template writes the observations
 rollout.environment | teacher.tokenizer | the turns are compared token by token
 rollout.top_p rollout.min_p | distill.support | the engines rank only the tokens that it keeps
-teacher.backend=rollout | !teacher.prompt_template !data.teacher_prompt_key | the teacher is \
+teacher.backend=rollout | !teacher.prompt_template !data.teacher_prompt_key !teacher.prompt_function | the teacher is \
 the student itself, and with the same prompt there is nothing to learn
 teacher.backend=rollout | trainer.colocate | the engines sleep while the batch is scored
 teacher.fsdp_cpu_offload | teacher.backend=local trainer.colocate | engines need the GPUs, and the teacher's shards \
 would stay there
 teacher.mass | distill.support | it would drop the student's ids, to which the teacher gives little
+teacher.prompt_function | data.teacher_prompt_key | both give the teacher a prompt
+teacher.prompt_function | distill.on_policy_share=0 | it gets responses of the student
+teacher.prompt_function | teacher.prompt_template | both give the teacher a prompt
+teacher.prompt_function | teacher.tokenizer | its prompts are written in the student's tokens
+teacher.prompt_function=solved_sibling | !reward.functions | rewards tell which responses are correct
+teacher.prompt_function=solved_sibling | rollout.n=1 | there is no other response
 teacher.prompt_template | data.teacher_prompt_key | both give the teacher a prompt
 teacher.routes | !teacher.backend=zmq !teacher.backend=http !teacher.backend=none | there is one teacher
 teacher.routes teacher.store teacher.update_interval | teacher.tokenizer | this works with the student's tokens only
@@ -91,8 +99,9 @@ teacher.temperature teacher.mass teacher.signal=hidden teacher.signal=logits | t
 top-k lists of one length at temperature 1
 teacher.tokenizer | actor.cp | a text may begin in one rank's columns and end in another's
 teacher.topk=1 | distill.support=union | half of the ids are the student's
-teacher.update_interval=1 | !teacher.update_ema !teacher.prompt_template !data.teacher_prompt_key | after each \
-step the teacher is the student, and with the same prompt there is nothing to learn
+teacher.update_interval=1 | !teacher.update_ema !teacher.prompt_template !data.teacher_prompt_key \
+!teacher.prompt_function | after each step the teacher is the student, and with the same prompt there is nothing \
+to learn
 trainer.scheduler | trainer.colocate | actor and engines alternate, and this scheduler overlaps them
 trainer.scheduler | !teacher.backend=zmq !teacher.backend=http !teacher.backend=none !trainer.replay | ranks or \
 engines of the run score, too

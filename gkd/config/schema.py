@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import cast
 
+from gkd.config.declare import is_path
 from gkd.config.loss_spec import REWARD, LossSpec, loss_spec, teacher_signals
 from gkd.config.schedule import LOSSES, OF_ROLLOUTS, REWARD_WEIGHT, value_at
 from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, has_expandable_segments
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections, Vision
-from gkd.config.schema_teacher import ACTOR, BY_UNITS, ROLLOUT, RouteConfig, TeacherConfig
+from gkd.config.schema_teacher import ACTOR, BY_UNITS, GROUP_KEYS, ROLLOUT, SOLVED_SIBLING, RouteConfig, TeacherConfig
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
@@ -79,6 +80,7 @@ class Derived:
     moves_states: bool  # the actor's states are in host memory between two calls
     early_parts: bool  # a step can train on a part of its batch before it has the rest
     rewards: tuple[str, ...]  # functions of reward.functions, which judge training responses
+    groups: tuple[tuple[str, str], ...]  # (key, path) of the functions that get all responses to a prompt of training
     vision: Vision  # what becomes of the student's vision tower
     metrics: tuple[str, ...]  # functions in processes of their own that judge held-out responses; at most one
 
@@ -130,6 +132,8 @@ class Config(Sections):
         vision: Vision = ("frozen" if self.model.freeze_vision else "trained") if data.images_key else "none"
         # The loss of each token contains a sum over the batch: of sequences, of a teacher's tokens, of rewards.
         needs_whole_batch = self.distill.normalize != "token" or bool(teacher.routes or self.reward.functions)
+        needs_whole_batch |= is_path(self.distill.response_weight)
+        groups = [(key, str(self.value(key))) for key in GROUP_KEYS]
         return Derived(
             loss=loss,
             routes=routes,
@@ -150,6 +154,7 @@ class Config(Sections):
             moves_states=moves_states,
             early_parts=not needs_whole_batch and not moves_states,
             rewards=tuple(entry.path for entry in self.reward.functions),
+            groups=tuple((key, path) for key, path in groups if is_path(path) or path == SOLVED_SIBLING),
             vision=vision,
             metrics=(self.eval.metric,) if has_metric else (),
         )

@@ -26,6 +26,11 @@ POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
 RESPONSE_WEIGHTS = ("none", "pass_rate", "correct", "wrong")
+SOLVED_SIBLING = "solved_sibling"
+# Keys of the functions that get all responses to a prompt at once.
+PROMPT_FUNCTION = "teacher.prompt_function"
+RESPONSE_WEIGHT = "distill.response_weight"
+GROUP_KEYS = (PROMPT_FUNCTION, RESPONSE_WEIGHT)
 TOKEN_WEIGHTS = ("none", "entropy", "teachability", "position")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
@@ -168,6 +173,10 @@ class TeacherConfig:
     """Prompt that the teacher scores the responses after, made of the row: a text with {prompt}, {answer} and
     {response} (the columns of data.prompt_key, answer_key, response_key) or any other {COLUMN}. Empty = that of
     data.teacher_prompt_key. docs/losses.md."""
+    prompt_function: str = key("none", choices=("none", SOLVED_SIBLING), paths=True)
+    """Makes the teacher's prompt of each training response, when those of its group are judged: solved_sibling = a
+    correct other one as an example; module:function of a function (group) -> list of messages, texts or None.
+    docs/losses.md."""
 
     @property
     def kind(self) -> TeacherBackend:
@@ -228,9 +237,10 @@ class DistillConfig:
     advantage: str = key("group", choices=("group", "batch", "none"))
     """Advantage of a response with reward R: (R - mean) / (std + 1e-6) over the rollout.n responses of its prompt
     (group) or over the global batch (batch), or R itself (none)."""
-    response_weight: str = key("none", choices=RESPONSE_WEIGHTS)
-    """Factor of each response's loss, by the rewards: pass_rate = p (1 - p), p the share of correct responses of its
-    prompt; correct or wrong = only these responses. Their mean is 1. docs/losses.md."""
+    response_weight: str = key("none", choices=RESPONSE_WEIGHTS, paths=True)
+    """Factor of each response's loss: pass_rate = p (1 - p), p the share of its prompt's correct responses;
+    correct or wrong = only these; module:function of a function (group) -> list of factors. Their mean is 1.
+    docs/losses.md."""
     reward_clip: list[float] = key([0.2, 0.2], gt=0, limits="two numbers, the first < 1")
     """Limits of the ratio probability now / probability at rollout in the loss of the rewards: from 1 - the first
     number to 1 + the second."""

@@ -17,7 +17,7 @@ import torch
 from gkd.data.collate import MicroBatches
 from gkd.data.score_checks import validate_scores
 from gkd.errors import DataError
-from gkd.text.pair import TokenizerPair
+from gkd.text.comparison import SAME_TOKENS, Comparison
 from gkd.types import Rollout, TeacherScores, TokenRecord
 from teacher_server.wire.protocol import Signal
 from teacher_server.wire.table import TopKTable
@@ -146,7 +146,7 @@ def make_micro_batches(
     max_tokens: int = 0,
     packed: bool = False,
     pad_id: int = 0,
-    pair: TokenizerPair | None = None,
+    comparison: Comparison = SAME_TOKENS,
 ) -> MicroBatches:
     """Return micro-batches of all rollouts, in an order that does not depend on the order of arrival.
 
@@ -158,7 +158,7 @@ def make_micro_batches(
         max_tokens: maximum number of tokens, padding included; a longer sequence gets its own micro-batch.
         packed: concatenate sequences in one row, see `MicroBatch`; otherwise pad to the longest.
         pad_id: any valid token id; padding follows the sequence, so causal attention never reads it.
-        pair: of a teacher with another tokenizer, see `MicroBatches`.
+        comparison: see `MicroBatches`.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.
@@ -170,7 +170,7 @@ def make_micro_batches(
         groups = _by_sum(order, lengths, max_tokens) if packed else _by_longest(order, lengths, max_tokens)
     else:
         groups = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    return MicroBatches(rollouts, scores, groups, packed=packed, pad_id=pad_id, pair=pair)
+    return MicroBatches(rollouts, scores, groups, packed=packed, pad_id=pad_id, comparison=comparison)
 
 
 def token_records(

@@ -52,7 +52,7 @@ def chunk_size(config: Config) -> int:
     """Return the sequences per full chunk of rollouts: more in larger batches or if responses are short.
 
     A scoring endpoint holds the scores of whole chunks. One of several engines sends a chunk before its reserve is used
-    up.
+    up. With functions that get all responses to a prompt it is a multiple of their number.
     """
     derived = config.derived
     limits = [_LARGEST_CHUNK, _MOST_TOKENS // config.data.max_response_length]
@@ -60,7 +60,14 @@ def chunk_size(config: Config) -> int:
     if derived.n_engines > 1:
         limits.append(reserve_size(config.rollout.sequence_limit, n_sequences, derived.n_engines))
     of_short = min(n_sequences // derived.dp_size // 2, _LEAST_TOKENS // config.data.max_response_length)
-    return max(CHUNK_SIZE, min(max(n_sequences // _CHUNKS_PER_BATCH, of_short), *limits))
+    size = max(CHUNK_SIZE, min(max(n_sequences // _CHUNKS_PER_BATCH, of_short), *limits))
+    return whole_groups(config, size)
+
+
+def whole_groups(config: Config, size: int) -> int:
+    """Return the size of chunks, rounded up to whole groups of responses to a prompt if functions get these."""
+    n = config.rollout.n if config.derived.groups else 1
+    return -(-size // n) * n
 
 
 def linger_s(n_sequences: int, *, soon: bool) -> float:

@@ -34,7 +34,7 @@ from numpy.typing import DTypeLike
 from gkd.config.schema import Route
 from gkd.data.columns import ALL_COLUMNS, Columns
 from gkd.errors import DataError
-from gkd.text.pair import TokenizerPair
+from gkd.text.comparison import SAME_TOKENS, Comparison
 from gkd.text.targets import TextTargets
 from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTargets
 from teacher_server.vision.images import EncodedImage
@@ -54,7 +54,7 @@ class MicroBatches(Sequence[MicroBatch]):
         groups: indices into `rollouts` of the sequences of each micro-batch, in row order.
         packed: concatenate sequences in one row; otherwise pad to the longest with `pad_id`.
         weights: [len(rollouts)] float32, factor of the loss of each sequence's tokens; None means all 1.
-        pair: tokenizers of the student and of a teacher with another one, whose scores have `response_ids`.
+        comparison: of the student with the teacher that made the scores.
         columns: of this rank; each micro-batch is its part, and only the targets of its rows are built.
 
     Raises:
@@ -68,7 +68,7 @@ class MicroBatches(Sequence[MicroBatch]):
     packed: bool
     pad_id: int
     weights: np.ndarray | None = None
-    pair: TokenizerPair | None = None
+    comparison: Comparison = SAME_TOKENS
     columns: Columns = ALL_COLUMNS
 
     def __post_init__(self) -> None:
@@ -96,7 +96,10 @@ class MicroBatches(Sequence[MicroBatch]):
         if self.scores is not None:
             weights = None if self.weights is None else self.weights[np.array(group)]
             slices = _parts(self.columns.rows(whole).numpy(), [r.n_own for r in rollouts])
-            batch.targets = _targets(rollouts, [self.scores[i] for i in group], slices, weights, self.pair)
+            scores = [self.scores[i] for i in group]
+            batch.targets = _targets(rollouts, scores, slices, weights)
+            if columns := self.comparison.text_columns(rollouts, scores):
+                batch.targets.text = TextTargets(*map(torch.from_numpy, columns))
         return batch
 
     @property
@@ -201,11 +204,9 @@ def _targets(
     scores: Sequence[TeacherScores],
     slices: Sequence[slice],
     weights: np.ndarray | None,
-    pair: TokenizerPair | None,
 ) -> TokenTargets:
-    listed = (
-        slices if pair is None else [slice(None)] * len(slices)
-    )  # rows of the teacher's tables, which has other tokens
+    # Rows of the teacher's tables: all of them if it has other tokens.
+    listed = [part if score.response_ids is None else slice(None) for part, score in zip(slices, scores, strict=True)]
     n_rows = [part.stop - part.start for part in slices]
     logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(r.n_own) for r in rollouts]
     targets = TokenTargets(
@@ -232,8 +233,6 @@ def _targets(
         targets.logits = _rows(logits, listed, logits[0].dtype)
     if hidden := _present([s.hidden for s in scores]):
         targets.hidden = _rows(hidden, listed, np.float32)
-    if pair is not None:
-        targets.text = _text(rollouts, scores, pair)
     if reference := _present([s.reference_logprobs for s in scores]):
         targets.reference_logprobs = _rows(reference, slices, np.float32)
     return targets
@@ -243,27 +242,6 @@ def _rows(tables: Sequence[np.ndarray], slices: Sequence[slice], dtype: DTypeLik
     """Concatenate a part of each table into new memory: arrays from the object store are read-only."""
     selected = [table[part] for table, part in zip(tables, slices, strict=True)]
     return torch.from_numpy(np.concatenate(selected, dtype=dtype, casting="same_kind"))
-
-
-def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: TokenizerPair) -> TextTargets:
-    """Return the positions of the texts of some sequences."""
-    tables: list[tuple[np.ndarray, ...]] = []
-    canonical = [pair.canonical(r.response_ids) & r.on_policy for r in rollouts]
-    n_rows = n_teacher_rows = n_positions = 0
-    for rollout, score in zip(rollouts, scores, strict=True):
-        assert score.response_ids is not None  # checked
-        at = pair.align(rollout.response_ids, score.response_ids)
-        cover = np.where(at.cover < 0, -1, at.cover + n_positions)
-        is_first = np.arange(len(at.row)) == 0
-        tables.append((at.row + n_rows, at.depth, at.teacher_row + n_teacher_rows, at.teacher_depth, cover, is_first))
-        n_rows = n_rows + rollout.n_own
-        n_positions = n_positions + len(at.row)
-        n_teacher_rows += len(score.response_ids)
-    columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
-    ids = np.concatenate([score.response_ids for score in scores if score.response_ids is not None])
-    if pair.units is not None:
-        ids = pair.units.of_token[ids]
-    return TextTargets(*map(torch.from_numpy, [*columns, ids.astype(np.int64), np.concatenate(canonical)]))
 
 
 def _present(tables: Sequence[T | None]) -> list[T]:

@@ -408,8 +408,7 @@ class TeacherPrompts:
         if self._template:
             teacher_prompt = self._filled(row, prompt, where)
         elif value := row.get(self._config.teacher_prompt_key) if self._config.teacher_prompt_key else None:
-            with_images = bool(self._config.images_key)
-            teacher_prompt = read_conversation(value, self.setting, where, with_images=with_images)
+            teacher_prompt = read_conversation(value, self.setting, where, with_images=bool(self._config.images_key))
         self._n_own += teacher_prompt is not None
         return teacher_prompt
 

@@ -238,12 +238,12 @@ class RowReader:
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
             variables = {k: v for k, v in config.chat_template_kwargs.items() if k in str(source)}
-            template = config.chat_template if source else "never"
             self._teacher_renderer = PromptRenderer(
-                teacher_tokenizer, template, variables, config.system_prompt, offered
+                teacher_tokenizer, config.chat_template if source else "never", variables, config.system_prompt, offered
             )
         self._n_own_system = self._n_cut = self._n_without_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
+        self._prompt_function = teacher.prompt_function
         self._views = TeacherPrompts(config, teacher.prompt_template)
         self._used = {config.prompt_key, config.response_key, config.answer_key, config.teacher_key, config.tools_key}
         if config.response_key:
@@ -263,21 +263,8 @@ class RowReader:
 
         The student's messages, images and tools come first, because a template may make the teacher's prompt of them.
         """
-        config = self.config
         setting = self._setting
-        value = _column(row, setting, where, "name the prompts' column.")
-        prompt = read_conversation(value, setting, where, with_images=self._images is not None)
-        prompt, images = self._with_images(prompt, row, setting, where, self._renderer)
-        turns = tuple[Turn, ...]()
-        if config.messages_key:
-            prompt, turns = split_conversation(prompt, setting, where)
-        self._check_response(prompt, setting, where)
-        tools = self._tools
-        if config.tools_key:
-            offered = "data.tools_key", config.tools_key
-            value = _column(row, offered, where, "name the tools' column; null stands for no tools.")
-            tools = read_tools(value, offered, where)
-        prompt = replace(prompt, tools=tools)
+        prompt, images, turns = self.conversation(where, row)
         view = self._view(row, prompt, images, where)
         rendered = self._renderer.render(prompt, setting, where)
         self._n_own_system += has_system(prompt)
@@ -295,6 +282,42 @@ class RowReader:
         read = ReadRow(rendered, teacher, prompt.response, self._routes.of(row, where), turns, images)
         self._check_columns(row, read, prompt, setting, where)
         return read
+
+    def teacher_ids(self, value: Any, where: str, row: Row) -> list[int]:
+        """Return the tokens of a text or messages that teacher.prompt_function has made of a row for the teacher.
+
+        Raises ConfigError: they cannot be rendered, end with the assistant's message, or are too long.
+        """
+        setting = "teacher.prompt_function", self._prompt_function
+        view = read_conversation(value, setting, where)
+        if view.response is not None:
+            problem = f"the last message is the assistant's: {quoted(view.response['content'])}."
+            raise ConfigError(*setting, problem, "end with a message of the user or of a tool.")
+        tools = self.conversation(where, row)[0].tools
+        ids = self._teacher_renderer.render(replace(view, tools=tools), setting, where).ids
+        limit = self.config.max_teacher_prompt_length or self.config.max_prompt_length
+        if len(ids) > limit:
+            problem = f"the teacher's prompt has {len(ids)} tokens, more than data.max_teacher_prompt_length={limit}."
+            raise ConfigError(*setting, problem, "shorten it, or return None.")
+        return ids
+
+    def conversation(self, where: str, row: Row) -> tuple[Conversation, tuple[EncodedImage, ...], tuple[Turn, ...]]:
+        """Return the student's prompt with its tools, before it is rendered; its images; messages behind it."""
+        config = self.config
+        setting = self._setting
+        value = _column(row, setting, where, "name the prompts' column.")
+        prompt = read_conversation(value, setting, where, with_images=self._images is not None)
+        prompt, images = self._with_images(prompt, row, setting, where, self._renderer)
+        turns = tuple[Turn, ...]()
+        if config.messages_key:
+            prompt, turns = split_conversation(prompt, setting, where)
+        self._check_response(prompt, setting, where)
+        tools = self._tools
+        if config.tools_key:
+            offered = "data.tools_key", config.tools_key
+            value = _column(row, offered, where, "name the tools' column; null stands for no tools.")
+            tools = read_tools(value, offered, where)
+        return replace(prompt, tools=tools), images, turns
 
     def _with_images(
         self, prompt: Conversation, row: Row, setting: Setting, where: str, renderer: PromptRenderer

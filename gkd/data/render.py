@@ -97,8 +97,7 @@ class PromptRenderer:
             try:  # whether the model reads it
                 self.render(read_conversation(example, (key, system_prompt), key), (key, system_prompt), key)
             except ConfigError as error:
-                fix = "correct the text, or remove the key."
-                raise ConfigError(key, system_prompt, error.problem, fix) from error
+                raise ConfigError(key, system_prompt, error.problem, "correct the text, or remove the key.") from error
 
     def _check_variable(self, name: str, setting: tuple[str, Any]) -> None:
         """Raise ConfigError unless the template uses a variable."""
@@ -221,8 +220,7 @@ class PromptRenderer:
         try:
             return self.template.render(messages, tools)
         except TemplateFailed as error:
-            problem = f"{error}: the prompt of {where}."
-            raise ConfigError(*self._setting, problem, "correct it or the row.") from error
+            raise ConfigError(*self._setting, f"{error}: the prompt of {where}.", "correct it or the row.") from error
 
     def _check(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
         """Raise ConfigError unless the prompt holds each tool and message and ends as the template ends one."""

@@ -90,8 +90,7 @@ def validate_scores(
     if with_reference:
         if scores.reference_logprobs is None:
             raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")
-        own_rows = Rows((f"{where}: the reference",), (rollout.n_own,), (rollout.own,))
-        check_logprobs(own_rows, scores.reference_logprobs)
+        check_logprobs(Rows((f"{where}: the reference",), (rollout.n_own,), (rollout.own,)), scores.reference_logprobs)
 
 
 def _required(table: T | None, signal: Signal, where: str) -> T:

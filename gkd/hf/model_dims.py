@@ -124,10 +124,9 @@ class ModelDims:
     def dense_params(self, layer: int, tp: int = 1) -> int:
         """Parameters of one layer on one of `tp` ranks, without its experts."""
         h = self.hidden_size
-        d = self.head_dim
         columns = self.q_columns + 2 * self.kv_columns
         n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
-        n = n // tp + (4 if self.is_gemma else 2) * h + (2 * d if self.qk_norm else 0)
+        n = n // tp + (4 if self.is_gemma else 2) * h + (2 * self.head_dim if self.qk_norm else 0)
         n += (self.q_columns + self.kv_columns) // tp if self.post_norm else 0
         if self.moe is not None and self.is_moe_layer(layer):
             router = self.n_experts * h + (h if self.moe.shared_gate else 0)
@@ -361,6 +360,11 @@ def check_engine_split(
 
 
 _OTHER_BACKEND = "set actor.strategy=fsdp2, which takes any causal language model."
+# Key of config.json -> why the Megatron student does not compute its models.
+_NOT_IN_MEGATRON = {
+    "linear_key_head_dim": "Megatron-core 0.16 computes gated delta nets with Transformer Engine alone, and no packs",
+    "kv_lora_rank": "Megatron-core 0.16 computes packs of latent attention with Transformer Engine alone",
+}
 
 
 def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.json") -> None:
@@ -379,8 +383,11 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
     model_type = config_json.get("model_type", "")
     strategy = "actor.strategy=megatron"
     if model_type not in FAMILIES:
+        text = config_json.get("text_config") or config_json
+        reason = next((f": {why}. S" for key, why in _NOT_IN_MEGATRON.items() if text.get(key)), "; s")
         raise ModelError(
-            f"{where}: model_type {model_type!r} is not supported by {strategy}; supported are {', '.join(FAMILIES)}.",
+            f"{where}: model_type {model_type!r} is not supported by {strategy}{reason}upported are "
+            f"{', '.join(FAMILIES)}.",
             "set actor.strategy=fsdp2 and, if you trust the code in the folder, model.trust_remote_code=true."
             if "auto_map" in config_json
             else _OTHER_BACKEND,

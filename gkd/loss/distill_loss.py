@@ -336,8 +336,7 @@ class DistillLoss:
             return (hidden @ self.teacher_head[:n_columns].to(dtype).T).div_(self.spec.temperature)
         assert targets.logits is not None  # checked
         # Copy only this rank's columns to the device.
-        part = targets.logits[:, self.shard.start : self.shard.start + n_columns]
-        return part.to(like.device, dtype, copy=True)
+        return targets.logits[:, self.shard.start : self.shard.start + n_columns].to(like.device, dtype, copy=True)
 
     def _sums(self, losses: TokenLosses, targets: TokenTargets) -> Tensor:
         values = {"total": losses.total.detach(), **losses.values}
@@ -420,9 +419,8 @@ def _check_distribution(loss: DistillLoss, targets: TokenTargets) -> None:
 @torch.no_grad()
 def logprobs_of_logits(loss: DistillLoss, logits: Tensor, ids: Tensor) -> Tensor:
     """Return [N] logprobs (nats) of [N] ids from [N, V] logits, with the loss's temperature and vocabulary."""
-    kernels = loss.kernels
     temperature = loss.spec.temperature
-    rows = row_logprobs(logits, ids[:, None], loss.shard, kernels=kernels, n_listed=0, temperature=temperature)
+    rows = row_logprobs(logits, ids[:, None], loss.shard, kernels=loss.kernels, n_listed=0, temperature=temperature)
     return rows.logprobs[:, 0]
 
 

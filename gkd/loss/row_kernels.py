@@ -11,7 +11,7 @@ Letters: n rows, v vocabulary columns of this rank (no padding), C ids per row.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ _PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 22}
 
 # exp(z) can replace exp(z - log_normalizer) below this: nothing overflows, and no share above 1e-16 is a denormal.
 _SAFE_NORMALIZER = 50.0
+
+
+class RowGradient(NamedTuple):
+    """Hold what the gradient of rows is made of."""
+
+    columns: Tensor  # [n, C] int64 in [0, v); -1 = none. Repeated columns are summed
+    column_grad: Tensor  # [n, C] statistics dtype; ignored where the column is -1
+    row_grad: Tensor  # [n]
+    log_normalizer: Tensor  # [n] norm, the log-sum-exp of z over the whole vocabulary, all ranks
+    temperature: float
 
 
 class RowKernels(Protocol):
@@ -41,26 +51,12 @@ class RowKernels(Protocol):
         """
         ...
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        out: Tensor,
-        *,
-        columns: Tensor,
-        column_grad: Tensor,
-        row_grad: Tensor,
-        log_normalizer: Tensor,
-        temperature: float,
-    ) -> None:
+    def write_gradient(self, logits: Tensor, out: Tensor, by: RowGradient) -> None:
         """Set out[n, v] = (sum_c [columns[n, c] == v] column_grad[n, c] - row_grad[n] exp(z[n, v] - norm[n])) / T.
 
         Args:
             logits: [n, v].
             out: [n, v], dtype of the logits; may be `logits` itself.
-            columns: [n, C] int64 in [0, v); -1 = none. Repeated columns are summed.
-            column_grad: [n, C] statistics dtype; ignored where the column is -1.
-            row_grad: [n].
-            log_normalizer: [n] norm, the log-sum-exp of z over the whole vocabulary, all ranks.
         """
         ...
 
@@ -96,18 +92,9 @@ class TorchRows:
             mean[rows] = dot / total
         return log_sum, mean
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        out: Tensor,
-        *,
-        columns: Tensor,
-        column_grad: Tensor,
-        row_grad: Tensor,
-        log_normalizer: Tensor,
-        temperature: float,
-    ) -> None:
+    def write_gradient(self, logits: Tensor, out: Tensor, by: RowGradient) -> None:
         logits, dtype = logits.detach(), statistics_dtype(logits)
+        columns, column_grad, row_grad, log_normalizer, temperature = by
         plain = temperature == 1.0 and logits.dtype == dtype and out.is_contiguous()
         # Column -1 adds zero to column 0, which does not change a real entry there.
         index = columns.clamp(min=0)

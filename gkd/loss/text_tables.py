@@ -93,7 +93,6 @@ class UnitTables:
 
     Args:
         pair: the tokenizers, with as many tokens as the models have rows.
-        with_nodes: distill.units is nodes; otherwise all positions are compared by the next byte.
         shard: the student's part of this rank. The teacher's vocabulary is divided evenly over the same ranks.
         n_local: rows of the student's LM head on this rank.
     """
@@ -102,7 +101,6 @@ class UnitTables:
         self,
         pair: TokenizerPair,
         *,
-        with_nodes: bool,
         shard: VocabShard,
         n_local: int,
         device: torch.device,
@@ -123,7 +121,7 @@ class UnitTables:
         self.teacher_rows = slice(min(rank * step, len(teacher)), min((rank + 1) * step, len(teacher)))
         n_rows = self.teacher_rows.stop - self.teacher_rows.start
         self.teacher = Side(teacher, teacher_node, self.teacher_rows.start, n_rows, device, kind)
-        self.with_nodes = with_nodes
+        self.with_nodes = pair.with_nodes
         self.n_nodes = nodes.n
         self.first_byte = torch.from_numpy(nodes.first_byte).to(device)
         ends = [i for i, token in enumerate(student) if token == END]

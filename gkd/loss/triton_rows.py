@@ -12,6 +12,7 @@ For tests: with TRITON_INTERPRET=1 in the environment before triton is first imp
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -19,6 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gkd.errors import NumericsError
+
+if TYPE_CHECKING:
+    from gkd.loss.row_kernels import RowGradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,37 +76,27 @@ class TritonRows:
                 )
         return log_sum, mean
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        out: Tensor,
-        *,
-        columns: Tensor,
-        column_grad: Tensor,
-        row_grad: Tensor,
-        log_normalizer: Tensor,
-        temperature: float,
-    ) -> None:
+    def write_gradient(self, logits: Tensor, out: Tensor, by: RowGradient) -> None:
         _check(logits)
         _check(out)
         n, v = logits.shape
-        n_ids = columns.shape[1]
+        n_ids = by.columns.shape[1]
         ids = max(triton.next_power_of_2(n_ids), 16) if n_ids else 0
         if n:
             with torch.cuda.device_of(logits):
                 _write_gradient[(n,)](
                     logits,
                     out,
-                    columns.contiguous(),
-                    column_grad.contiguous(),
-                    row_grad.contiguous(),
-                    log_normalizer.contiguous(),
+                    by.columns.contiguous(),
+                    by.column_grad.contiguous(),
+                    by.row_grad.contiguous(),
+                    by.log_normalizer.contiguous(),
                     logits.stride(0),
                     out.stride(0),
                     v,
                     n_ids,
-                    1.0 / temperature,
-                    1.0 / (temperature * math.log(2.0)),
+                    1.0 / by.temperature,
+                    1.0 / (by.temperature * math.log(2.0)),
                     BLOCK=self._block,
                     IDS=ids,
                     COMPARED=max(min(ids, _COMPARED_AT_ONCE // ids), 1) if ids else 0,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.errors import NumericsError
-from gkd.loss.row_kernels import RowKernels, statistics_dtype
+from gkd.loss.row_kernels import RowGradient, RowKernels, statistics_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +169,15 @@ def write_logits_gradient(
         grad_tail = grad_tail if n_listed else torch.zeros_like(grad_tail)
         grad_sum = grad.sum(dim=-1) + grad_tail
         has_tail = rows.tail > -torch.inf
-        kernels.write_gradient(
-            logits_local[:, :v_valid],
-            out[:, :v_valid],
-            columns=columns[:, n_listed:],
-            column_grad=grad[:, n_listed:],
+        by = RowGradient(
+            columns[:, n_listed:],
+            grad[:, n_listed:],
             row_grad=grad_sum * rows.tail.exp() - grad_tail,
             # q_v / t; it may overflow for v in the list, but those are overwritten below.
             log_normalizer=rows.log_normalizer + torch.where(has_tail, rows.tail, 0.0),
             temperature=temperature,
         )
+        kernels.write_gradient(logits_local[:, :v_valid], out[:, :v_valid], by)
         if n_listed:
             listed = ids[:, :n_listed]
             other_ids = ids[:, n_listed:]

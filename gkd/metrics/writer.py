@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gkd.errors import CheckpointError
 from gkd.run.disk import make_folder, naming, replace_file
@@ -57,23 +59,33 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a metrics file, without an incomplete last line of a killed run.
+    """Return the lines of a metrics file. Raises as `json_lines`, also for a line without a step."""
+    lines = []
+    for number, line in json_lines(path):
+        if type(line.get("step")) is not int:
+            raise _bad_line(path, number, "has no step")
+        lines.append(line)
+    return lines
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and object of each line of a file, without an incomplete last line of a killed run.
 
     Raises:
-        CheckpointError: the file cannot be read, or a line is not valid; names the line.
+        CheckpointError: the file cannot be read, or a line is not a JSON object; names the line.
     """
     with naming(path, "read"):
         lines = path.read_bytes().split(b"\n")[:-1]
-    return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line]
+    for number, line in enumerate(lines, start=1):
+        try:
+            content = json.loads(line) if line else {}
+        except ValueError as error:  # JSON's and UTF-8's errors alike
+            raise _bad_line(path, number, f"is not valid JSON ({error})") from error
+        if not isinstance(content, dict):
+            raise _bad_line(path, number, "is not a JSON object")
+        if line:
+            yield number, content
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
-    try:
-        content = json.loads(line)
-    except ValueError as error:  # JSON's and UTF-8's errors alike
-        problem = f"is not valid JSON ({error})"
-    else:
-        if isinstance(content, dict) and type(content.get("step")) is int:
-            return content
-        problem = "has no step"
-    raise CheckpointError(f"{path}: line {number} {problem}; delete that line, or restore the file, to continue")
+def _bad_line(path: Path, number: int, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path}: line {number} {problem}; delete that line, or restore the file, to continue")

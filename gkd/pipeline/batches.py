@@ -112,12 +112,11 @@ class PrefetchedBatches(BatchSource):
         seed = self._config.data.seed
         config = self._config.at(number)
         prompts = self._sampler.take(number * size, size)
-        on_policy = on_policy_indices(number, size, self._config.distill.on_policy_share, seed)
         return generate_and_score(
             self._rollout,
             self._scoring,
             prompts,
-            on_policy,
+            on_policy_indices(number, size, self._config.distill.on_policy_share, seed),
             n=self._config.rollout.n,
             temperature=config.rollout.temperature,
             seed=seed + number,

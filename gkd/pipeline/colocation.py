@@ -58,7 +58,7 @@ class GpuSharing:
 
         Raises ClusterError: a rank could not reload its states.
         """
-        reload: Pending | None = None
+        reload: Pending[object] | None = None
         if self._shared:
             with m.stage("switch") if m is not None else nullcontext():
                 discard = new_weights_follow and not self._keeps_weights

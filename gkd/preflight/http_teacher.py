@@ -54,14 +54,13 @@ def probed(
     for url in route.teacher.url:
         start_s = time.monotonic()
         one = replace(route, teacher=replace(route.teacher, url=[url]))
-        budget_s = min(_BUDGET_S, route.teacher.outage_budget_s)
         with HttpTeacher(
             one.teacher,
             k=config.teacher.topk,
             n_vocab=n_vocab,
             n_in_flight=route.teacher.max_in_flight or IN_FLIGHT,
-            model=info.fingerprint,
-            outage_budget_s=budget_s,
+            fingerprint=info.fingerprint,
+            outage_budget_s=min(_BUDGET_S, route.teacher.outage_budget_s),
         ) as teacher:
             probes.append(_Probe(config, one, teacher, tokenizer).run(prompts))
         log.info("probed the teacher %s at %s in %.1f s", info.model_name, url, time.monotonic() - start_s)
@@ -95,12 +94,11 @@ class _Probe:
 
     def _check_lists(self, ids: np.ndarray, alone: np.ndarray) -> None:
         """Check K, and that lists and single logprobs are of the same rows."""
-        k = self._config.teacher.topk
         with self._refused("its lists are unusable"):
             try:
                 (scores,) = self._scores([as_rollout(ids)], ("topk", "sampled"))
             except TeacherRefusal as error:
-                fix = f"start vLLM with --max-logprobs {k}, or use less; its default is 20."
+                fix = f"start vLLM with --max-logprobs {self._config.teacher.topk}, or use less; its default is 20."
                 raise self._config.error("teacher.topk", f"{error}.", fix) from error
         self._check_rows(scores.sampled_logprobs, alone, "with and without lists")
         if n := self._config.derived.n_student_ids:

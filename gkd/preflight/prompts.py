@@ -22,8 +22,9 @@ log = get_logger("preflight")
 
 def read_prompts(
     config: Config, tokenizer: Any, eos_ids: Sequence[int], mistakes: Mistakes
-) -> tuple[list[Prompt] | None, list[Prompt] | None, Any]:
-    """Return the prompts for training and the held-out ones, None if they are wrong, and the teacher's own tokenizer.
+) -> tuple[list[Prompt] | None, list[Prompt] | None, Any, Tools]:
+    """Return the prompts for training and the held-out ones, None if they are wrong, the teacher's own tokenizer, and
+    the tools of the environment.
 
     Args:
         tokenizer: None: it is wrong, so that only the columns of the rows are checked.
@@ -45,7 +46,7 @@ def read_prompts(
         with mistakes.step(key):
             if prompts is None:
                 _check_columns(config, key)
-    return train, val, other_tokenizer
+    return train, val, other_tokenizer, tools or ()
 
 
 def _check_columns(config: Config, key: str) -> None:
@@ -63,7 +64,7 @@ def training_prompts(
     """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
     ends = eos_ids if config.distill.on_policy_share < 1 else None
     reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, teacher_tokenizer, image_reader(config))
-    keep_rows = bool(config.derived.rewards or config.rollout.environment)
+    keep_rows = bool(config.derived.rewards or config.derived.groups or config.rollout.environment)
     train, dropped = load_prompts(config.data.train_files, "data.train_files", reader, keep_rows=keep_rows)
     check_answers(config, "data.train_files", train, [("reward.functions", path) for path in config.derived.rewards])
     check_shares(config, train)
@@ -79,9 +80,8 @@ def _held_out(config: Config, tokenizer: Any, tools: Tools, teacher_tokenizer: A
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
-    images = image_reader(config)
     reader = RowReader(
-        config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer, images=images
+        config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer, images=image_reader(config)
     )
     keep_rows = bool(config.derived.metrics or config.rollout.environment)
     prompts, dropped = load_prompts(config.data.val_files, "data.val_files", reader, keep_rows=keep_rows)

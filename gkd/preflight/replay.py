@@ -18,6 +18,7 @@ from gkd.run.open import check_same_teacher, kept_value
 # Settings of the recorded batches that must be equal. Which signals are needed depends on the loss.
 _SAME = (
     *("teacher.temperature", "teacher.topk", "teacher.mass", "teacher.routes", "teacher.prompt_template"),
+    "teacher.prompt_function",
     *("teacher.special_tokens", "data.teacher_prompt_key", "distill.support", "rollout.n", "trainer.global_batch_size"),
 )
 
@@ -61,7 +62,7 @@ def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -
 def _check_scores(recorded: Config, now: Config) -> None:
     """Raise ConfigError if this run needs other scores than the recorded ones, or batches of another shape."""
     # Batches with rewards are judged again, with the rows of this run.
-    for key in (*_SAME, *(("data.train_files",) if now.reward.functions else ())):
+    for key in (*_SAME, *(("data.train_files",) if now.reward.functions or now.derived.groups else ())):
         before = kept_value(recorded, key)
         if before != kept_value(now, key):
             raise now.error(key, f"the recorded batches have {before!r}.", "use the same value.")

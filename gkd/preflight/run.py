@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import NONE, ROLLOUT
 from gkd.data.prompts import load_tokenizer
 from gkd.data.row_files import describe_files
+from gkd.data.template import Tools
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
@@ -48,7 +50,7 @@ from gkd.preflight.teacher import (
     template_warning,
 )
 from gkd.preflight.tokenizer_pair import check_pair, tokenizer_pair
-from gkd.preflight.user_code import check_functions
+from gkd.preflight.user_code import check_functions, check_group_function
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, check_same_models, open_run_folder
 from gkd.scoring.teacher.client import load_keys
@@ -56,6 +58,7 @@ from gkd.scoring.teacher.gpus import teacher_rows, with_own_gpus
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
 from gkd.scoring.teacher.window import throttle_warning
 from gkd.spans import driver
+from gkd.text.comparison import Comparison
 from gkd.text.pair import TokenizerPair
 from gkd.types import Prompt
 
@@ -71,14 +74,14 @@ class Plan:
     train_prompts: list[Prompt] = field(repr=False)
     val_prompts: list[Prompt] = field(repr=False)
     teachers: tuple[TeacherInfo, ...]  # one per route, see `Derived.routes`
-    n_vocab: int  # ids that student and teacher share
+    comparison: Comparison  # how student and teacher are compared
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
     # The settings. cluster.gpus, memory.strategy and rollout.max_num_seqs are replaced by what fits, and the names of
     # the hub by their commits.
     config: Config
     data_files: list[dict[str, Any]]  # see `describe_files`
     folder: RunFolder
-    pair: TokenizerPair | None = field(default=None, repr=False)  # tokenizers of student and teacher, if they differ
+    tools: Tools = field(default=(), repr=False)  # rollout.environment offers them
 
 
 def preflight(config: Config) -> Plan:
@@ -145,7 +148,7 @@ class _Checks:
         self.train: list[Prompt] | None = None
         self.val: list[Prompt] | None = None
         self.total_steps = 0
-        self.pair: TokenizerPair | None = None
+        self.comparison = Comparison()
         self.identity: dict[str, Any] = {}  # content of teacher.json
 
     def run(self) -> Callable[[], Plan] | None:
@@ -165,20 +168,20 @@ class _Checks:
         self._find_teachers()
         if not is_model:
             return None
-        n_vocab = self.config.model.n_vocab or self.n_student_vocab
+        self.comparison = Comparison(self.config.model.n_vocab or self.n_student_vocab)
         with_gpus: Config | None = None
         with self.mistakes.step("trainer.replay", self.config.trainer.replay):
             if self.teachers and self.train is not None and self.val is not None:
-                n_vocab, with_gpus = self._teacher_fits(self.train, self.val)
+                with_gpus = self._teacher_fits(self.train, self.val)
         with self.mistakes.step("model.path", self.config.model.path):
             if self.config.derived.reference_folder:
                 from gkd.preflight.meta_models import check_reference  # imports torch and transformers
 
-                self.identity["reference"] = check_reference(self.config, self.tokenizer, n_vocab)
-        settings = self._memory(with_gpus or self.config, n_vocab)
+                self.identity["reference"] = check_reference(self.config, self.tokenizer, self.comparison.n_vocab)
+        settings = self._memory(with_gpus or self.config)
         if self.mistakes.found or with_gpus is None:
             return None
-        return self._plan(settings, n_vocab)
+        return self._plan(settings)
 
     def _losses(self) -> None:
         with self.mistakes.step("distill.loss"):
@@ -215,13 +218,17 @@ class _Checks:
 
     def _prompts(self) -> None:
         derived = self.config.derived
-        self.train, self.val, self.other_tokenizer = read_prompts(
+        self.train, self.val, self.other_tokenizer, self.tools = read_prompts(
             self.config, self.tokenizer, self.eos_ids, self.mistakes
         )
         judges = ("reward.functions", derived.rewards, self.train), ("eval.metric", derived.metrics, self.val)
         for key, paths, prompts in judges:
             with self.mistakes.step(key):
                 check_functions(self.config, key, paths, prompts, self.tokenizer)
+        for key, _ in derived.groups:
+            if self.train and self.tokenizer is not None and "reward.functions" not in self.mistakes.keys:
+                with self.mistakes.step(key):
+                    check_group_function(self.config, key, self.train[0], self.tokenizer, self.tools)
 
     def _length(self) -> None:
         if not self.train:
@@ -239,8 +246,8 @@ class _Checks:
                 self.recorded = _known_teachers(self.config)
                 self.teachers = self.recorded or find_teachers(self.config, self.device)
 
-    def _teacher_fits(self, train: list[Prompt], val: list[Prompt]) -> tuple[int, Config]:
-        """Return the number of ids that the loss compares, and the settings with the GPUs of a teacher that has some.
+    def _teacher_fits(self, train: list[Prompt], val: list[Prompt]) -> Config:
+        """Choose the comparison, and return the settings with the GPUs of a teacher that has some.
 
         Raises:
             ConfigError: student, teacher and prompts do not fit.
@@ -255,29 +262,33 @@ class _Checks:
         self.identity = teacher_identity(self.config.derived.routes, self.teachers)
         check_replay(self.config.with_values(self.on_hub), self.total_steps, self.identity)
         student = self.tokenizer, self.other_tokenizer, self.n_student_vocab
-        self.pair, n_vocab = _shared_ids(self.config, self.teachers, *student, self.eos_ids, train)
+        self.comparison = models_compared(self.config, self.teachers, *student, self.eos_ids)
+        if isinstance(self.comparison, TokenizerPair):
+            check_pair(self.config, self.config.derived.routes[0], self.comparison, train)
+        n_vocab = self.comparison.n_vocab
         if self.recorded:
             check_all_stored(self.config, train, self.teachers, n_vocab, self.eos_ids)
         if n_vocab < self.n_student_vocab:
             n_masked = self.n_student_vocab - n_vocab if self.device == "cuda" else 0
-            is_shared = self.pair is None
+            is_shared = self.other_tokenizer is None
             check_masked(self.config, n_vocab, self.eos_ids, [*train, *val], n_masked=n_masked, is_shared=is_shared)
             self.config = replace(self.config, model=replace(self.config.model, n_vocab=n_vocab))
             with_gpus = replace(with_gpus, model=self.config.model)
-        return n_vocab, with_gpus
+        return with_gpus
 
-    def _memory(self, config: Config, n_vocab: int) -> Config:
+    def _memory(self, config: Config) -> Config:
         """Return the settings with the choices that memory decides."""
         _, hidden_size = head_columns(self.teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
+        n_vocab = self.comparison.n_vocab
         gib = scores_gib(self.config, n_vocab, hidden_size, len(self.val or ()))
-        if self.pair is not None:  # the head has the teacher's rows: the size of a head with the student's rows
-            hidden_size = -(-hidden_size * len(self.pair.teacher) // n_vocab)
+        # The head may have the teacher's rows: the size of a head with the student's rows.
+        hidden_size = -(-hidden_size * self.comparison.n_listed // n_vocab)
         with self.mistakes.step("memory.strategy"):
             config = check_memory(config, self.device, hidden_size, gib)
         warn_about_settings(self.config, gib)
         return config
 
-    def _plan(self, config: Config, n_vocab: int) -> Callable[[], Plan] | None:
+    def _plan(self, config: Config) -> Callable[[], Plan] | None:
         train = self.train
         val = self.val
         assert train is not None and val is not None, "the run is whole"
@@ -289,8 +300,8 @@ class _Checks:
             "teacher %s (%s), %d %s token ids; %d training, %d held-out prompts; %d steps; device %s; run folder %s",
             ", ".join(teacher.model_name for teacher in self.teachers),
             self.teachers[0].engine,
-            n_vocab,
-            "shared" if self.pair is None else "student",
+            self.comparison.n_vocab,
+            self.comparison.ids,
             len(train),
             len(val),
             self.total_steps,
@@ -298,8 +309,9 @@ class _Checks:
             Path(self.config.trainer.run_dir).absolute(),
         )
         config = replace(config, trainer=self.config.trainer).with_values(self.on_hub)
-        results = self.device, self.eos_ids, train, val, self.teachers, n_vocab, self.total_steps, config, data_files
-        return lambda: Plan(*results, folder=open_run_folder(kept, self.identity, data_files), pair=self.pair)
+        results = self.teachers, self.comparison, self.total_steps, config, data_files
+        folder = partial(open_run_folder, kept, self.identity, data_files)
+        return lambda: Plan(self.device, self.eos_ids, train, val, *results, folder(), self.tools)
 
 
 def _without_torch(
@@ -339,16 +351,15 @@ def _known_teachers(config: Config) -> tuple[TeacherInfo, ...]:
     return ()
 
 
-def _shared_ids(
+def models_compared(
     config: Config,
     teachers: Sequence[TeacherInfo],
     tokenizer: Any,
     other_tokenizer: Any,
     n_student_vocab: int,
     eos_ids: Sequence[int],
-    train: Sequence[Prompt],
-) -> tuple[TokenizerPair | None, int]:
-    """Return the pair of different tokenizers, and the number of the student's ids that the loss compares.
+) -> Comparison:
+    """Choose how the loss compares the student with its teachers.
 
     Args:
         other_tokenizer: the teacher's, if its tokens are others.
@@ -357,12 +368,11 @@ def _shared_ids(
         ConfigError: the tokenizers or the limits of a teacher do not fit.
     """
     if other_tokenizer is None:
-        return None, common_vocab(config, teachers, tokenizer, n_student_vocab)
+        return Comparison(common_vocab(config, teachers, tokenizer, n_student_vocab))
     n_vocab = config.model.n_vocab or n_student_vocab
     pair = tokenizer_pair(config, tokenizer, other_tokenizer, teachers[0], n_vocab, eos_ids)
     check_limits(config, config.derived.routes[0], teachers[0], "teacher", pair.n_listed)
-    check_pair(config, config.derived.routes[0], pair, train)
-    return pair, n_vocab
+    return pair
 
 
 def _checked_device(config: Config) -> str:
@@ -407,8 +417,7 @@ def common_vocab(config: Config, teachers: Sequence[TeacherInfo], tokenizer: Any
     n_vocab = config.model.n_vocab or n_student_vocab
     for route, teacher in zip(config.derived.routes, teachers, strict=True):
         n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
-        trusts = config.model.trust_remote_code
-        differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=trusts)
+        differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=config.model.trust_remote_code)
         for warning in (throttle_warning(config.teacher, teacher), differing):
             if warning:
                 log.warning("%s", warning)

@@ -49,8 +49,7 @@ def with_strategy(config: Config) -> Config:
     why = "it trains this model"
     if name == "megatron":
         try:
-            config_json = read_config_json(config.model.path, "model.path")
-            check_megatron_support(config_json, config.model.path)
+            check_megatron_support(read_config_json(config.model.path, "model.path"), config.model.path)
         except ModelError as error:
             name = "fsdp2"
             why = str(error).partition(" Fix:")[0]

@@ -113,8 +113,7 @@ def request_info(route: Route) -> TeacherInfo:
         raise TeacherUnavailable(f"{_address(route)}: {error}") from error
     except TeacherRefusal as error:
         if error.code in ("http 401", "http 403"):
-            fix = "name a variable that holds the server's key."
-            raise route.error("api_key_env", f"{error}.", fix) from error
+            raise route.error("api_key_env", f"{error}.", "name a variable that holds the server's key.") from error
         if error.code.startswith("http"):
             raise route.error("url", f"{error}.", "give the address of the server.") from error
         if error.code != "bad_request":

@@ -18,8 +18,9 @@ from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.teacher import open_teacher
 from gkd.text.byte_vocab import END, MARK, ByteVocab, token_bytes
 from gkd.text.pair import TokenizerPair
-from gkd.types import Prompt
+from gkd.types import Prompt, TeacherScores
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from teacher_server.wire.table import TopKTable
 
 log = get_logger("preflight")
 
@@ -95,8 +96,27 @@ def tokenizer_pair(
                 if token < len(vocab):
                     vocab[token] = mark
     ours, theirs = (tokenizer.backend_tokenizer.to_str() for tokenizer in (student, teacher))
-    by_units = config.teacher.signal == BY_UNITS
-    return TokenizerPair(vocabs[0], vocabs[1], ours, theirs, end, info.max_tokens, by_units)
+    return TokenizerPair(
+        vocabs[0],
+        vocabs[1],
+        ours,
+        theirs,
+        end,
+        info.max_tokens,
+        by_units=config.teacher.signal == BY_UNITS,
+        with_nodes=config.distill.units == "nodes",
+        unpaired=_no_rows(config, info),
+    )
+
+
+def _no_rows(config: Config, info: TeacherInfo) -> TeacherScores:
+    """Return the tables of a response that has no token of the teacher."""
+    if config.teacher.signal == "hidden":
+        return TeacherScores(hidden=np.zeros((0, info.hidden_size), np.float32))
+    none = np.zeros((0, config.teacher.topk), np.float32)
+    ids = np.zeros((0, config.teacher.topk), np.int32)
+    counts = ids[:, 0] if config.teacher.mass > 0 else None
+    return TeacherScores(TopKTable(ids, none, none[:, 0], counts), none[:, 0])
 
 
 def _special(tokenizer: Any, name: str, key: str) -> int:
@@ -136,8 +156,7 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
     n_tokens = sum(map(len, texts))
     if n_begins < LEAST_PAIRED * n_tokens or not n_begins:
         problem = f"only {n_begins} of {n_tokens} tokens of the run's texts have the same bytes in its tokens."
-        fix = "use a tokenizer that does not change texts."
-        raise config.error("teacher.tokenizer", problem, fix)
+        raise config.error("teacher.tokenizer", problem, "use a tokenizer that does not change texts.")
     common = sum(int(aligned.is_common.sum()) for aligned in alignments) / n_begins
     shares = ""
     if not config.derived.teacher_pool:
@@ -145,7 +164,7 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
         shares = (
             f"{safe:.1%} of the teacher's boundaries are safe; {mass:.1%} of its probability is on common strings; "
         )
-        if pair.units is not None and len(longest := max(teacher_texts, key=len)) > 1:
+        if pair.by_units and len(longest := max(teacher_texts, key=len)) > 1:
             _check_units(config, route, pair, longest)
     canonical = np.concatenate([pair.canonical(text) for text in texts]).mean()
     log.info(
@@ -164,10 +183,8 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
 
 def _check_units(config: Config, route: Route, pair: TokenizerPair, text: np.ndarray) -> None:
     """Raise ConfigError if the teacher refuses to list units, as an engine of one's own does."""
-    assert pair.units is not None
     settings = route.teacher
-    n = pair.n_listed
-    teacher = open_teacher(settings, k=settings.topk, n_vocab=n, n_in_flight=1, units=pair.units.of_token)
+    teacher = open_teacher(settings, k=settings.topk, n_vocab=pair.n_listed, n_in_flight=1, units=pair.unit_of_token)
     try:
         teacher.submit([as_rollout(text[: pair.max_tokens])], config.derived.signals).result()
     except TeacherRefusal as error:

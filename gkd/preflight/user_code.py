@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from gkd.config.schema import Config
 from gkd.config.schema_sections import COMPARING
+from gkd.config.schema_teacher import PROMPT_FUNCTION
 from gkd.data.chat_delta import ChatDelta
+from gkd.data.row_files import RowTable
 from gkd.data.template import Tools
 from gkd.environment import worker as environment_worker
 from gkd.environment.calls import written_calls
@@ -17,8 +21,8 @@ from gkd.environment.pool import Environments
 from gkd.errors import ConfigError, EnvironmentError, RewardError
 from gkd.log import get_logger
 from gkd.scoring.reward import worker as reward_worker
-from gkd.scoring.reward.judging import RewardWorkers
-from gkd.types import Prompt
+from gkd.scoring.reward.judging import TRAINING, Judging, RewardWorkers
+from gkd.types import Prompt, Rollout
 from gkd.user_code import search_path
 
 log = get_logger("environment")
@@ -73,6 +77,31 @@ def _first_case(config: Config, prompt: Prompt, tokenizer: Any) -> reward_worker
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
     messages = msgspec.json.encode(turns) if config.rollout.environment else None
     return reward_worker.Case(text, response, prompt.row or b"", 1, False, messages, 0.0)
+
+
+def check_group_function(config: Config, key: str, prompt: Prompt, tokenizer: Any, tools: Tools) -> None:
+    """Raise ConfigError if the function of a key cannot be imported, has another form, or fails for the first prompt.
+
+    It gets the reference answer, or any text, as each response. `tools` are those of rollout.environment.
+    """
+    alone = config.with_values({name: "none" for name, _ in config.derived.groups if name != key})
+    case = _first_case(config, prompt, tokenizer)
+    ids = np.array(tokenizer(case.response, add_special_tokens=False)["input_ids"], np.int32)
+    zeros = np.zeros(len(ids), np.float32)
+    rollouts = [
+        Rollout(prompt.prompt_id, i, prompt.token_ids, ids, zeros, (), "stop", messages=case.encoded_messages, reward=0)
+        for i in range(config.rollout.n)
+    ]
+    rows = RowTable.of([prompt])
+    functions = {TRAINING: config.derived.rewards}
+    try:
+        judging = Judging(alone, functions, 1, search_path(), rows, rows, tokenizer, tools)
+        with closing(judging):
+            judging.prompted(rollouts) if key == PROMPT_FUNCTION else judging.judge(rollouts, TRAINING)
+    except RewardError as error:
+        problem, _, fix = str(error).partition(" Fix: ")
+        fix = fix or "correct the function, or the row; see docs/losses.md."
+        raise config.error(key, f"{problem.rstrip('.')}.", fix) from error
 
 
 def environment_tools(config: Config, tokenizer: Any) -> Tools:

@@ -22,21 +22,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 
-from gkd.config.schema_sections import SMALLER_IS_BETTER
+from gkd.config.schema_sections import SMALLER_IS_BETTER, TrainerConfig
 from gkd.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from gkd.log import get_logger
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.run.manifest import NAME as MANIFEST
 from gkd.run.manifest import Manifest, check_sizes, digest_bytes, verify
 from gkd.types import FileDigest
-
-if TYPE_CHECKING:
-    from gkd.config.schema_sections import TrainerConfig
-
 
 log = get_logger("checkpoints")
 

@@ -97,7 +97,7 @@ class RunFolder:
         file = self.root / ENVIRONMENT
         with naming(file):
             before = file.read_bytes() if file.exists() else b""
-            replace_file(file, before + json.dumps(facts).encode() + b"\n")
+        self.write(ENVIRONMENT, before + json.dumps(facts).encode() + b"\n")
 
     @contextmanager
     def logged(self, header: str) -> Iterator[None]:
@@ -107,22 +107,17 @@ class RunFolder:
                 stack.enter_context(log_to(self.root / LOG, header))
             yield
 
-    def write_places(self, table: bytes) -> None:
-        """Write which rank is on which GPU. Raises CheckpointError: it cannot be written."""
-        with naming(self.root / PLACES):
-            replace_file(self.root / PLACES, table)
+    def write(self, name: str, data: bytes) -> Path:
+        """Write a file of the folder, and return its path. Raises CheckpointError: it cannot be written."""
+        file = self.root / name
+        with naming(file):
+            replace_file(file, data)
+        return file
 
     def read_places(self) -> bytes:
-        """Return what `write_places` has written. Raises CheckpointError: it cannot be read."""
+        """Return the content of gpus.json. Raises CheckpointError: it cannot be read."""
         with naming(self.root / PLACES, "read"):
             return (self.root / PLACES).read_bytes()
-
-    def write_stacks(self, text: str) -> Path:
-        """Write the stacks of all ranks, and return the file. Raises CheckpointError: it cannot be written."""
-        file = self.root / STACKS
-        with naming(file):
-            replace_file(file, text.encode())
-        return file
 
     def write_samples(self, step: int, samples: Sequence[Sample], images: Images | None = None) -> None:
         """Write one JSON line per response, and the images that the first ones name.
@@ -165,8 +160,7 @@ class RunFolder:
         Raises:
             CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
         """
-        documents = {STATE: state.to_bytes(), **self.identity()}
-        manifest = self.store.commit(state.step, documents, written)
+        manifest = self.store.commit(state.step, {STATE: state.to_bytes(), **self.identity()}, written)
         self.prune_checkpoints(best)
         return manifest
 

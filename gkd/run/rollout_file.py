@@ -21,7 +21,8 @@ from gkd.types import FINISH_REASONS, SIGNAL_FIELDS, Rollout, TeacherScores, Ver
 from teacher_server.vision.images import EncodedImage
 from teacher_server.wire.table import TopKTable
 
-_FORMAT = 1
+_FORMAT = 2
+_OPTIONAL = ("teacher_ids", "own", "top_ids", "messages")  # arrays or bytes that not every sequence has
 # Name in a file -> field of the table.
 _TOPK = {"topk_ids": "ids", "topk_logprobs": "logprobs", "tail_mass": "tail", "counts": "counts"}
 _SCORES = (*(name for signal, name in SIGNAL_FIELDS.items() if signal != "topk"), "response_ids")  # one array each
@@ -61,22 +62,15 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
         "response_ids": np.concatenate([r.response_ids for r in rollouts]),
         "rollout_logprobs": np.concatenate([r.rollout_logprobs for r in rollouts]),
     }
-    if views := [r.teacher_ids for r in rollouts if r.teacher_ids is not None]:
-        tables["teacher_lengths"] = np.array([0 if r.teacher_ids is None else len(r.teacher_ids) for r in rollouts])
-        tables["teacher_ids"] = np.concatenate(views)
-    if any(r.own is not None for r in rollouts):
-        tables["own"] = np.concatenate(
-            [np.ones(len(r.response_ids), bool) if r.own is None else r.own for r in rollouts]
-        )
-        tables["has_own"] = np.array([r.own is not None for r in rollouts])
+    for name in _OPTIONAL:
+        values = [getattr(r, name) for r in rollouts]
+        flat = [np.frombuffer(v, np.uint8) if isinstance(v, bytes) else v.ravel() for v in values if v is not None]
+        if flat:
+            sizes = iter(map(len, flat))
+            tables[f"{name}_sizes"] = np.array([-1 if value is None else next(sizes) for value in values])
+            tables[name] = np.concatenate(flat)
     if any(r.reward is not None for r in rollouts):
         tables["rewards"] = np.array([np.nan if r.reward is None else r.reward for r in rollouts])
-    if any(r.messages is not None for r in rollouts):
-        tables["message_lengths"] = np.array([len(r.messages or b"") for r in rollouts])
-        tables["messages"] = np.frombuffer(b"".join(r.messages or b"" for r in rollouts), np.uint8)
-    if any(r.top_ids is not None for r in rollouts):
-        tables["n_top_ids"] = np.array([0 if r.top_ids is None else r.top_ids.shape[1] for r in rollouts])
-        tables["top_ids"] = np.concatenate([r.top_ids.ravel() for r in rollouts if r.top_ids is not None])
     if images := list(dict.fromkeys(image for r in rollouts for image in r.images)):
         places = {image: i for i, image in enumerate(images)}
         tables["image_lengths"] = np.array([image.n_bytes for image in images])
@@ -135,24 +129,21 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
         "on_policy": [bool(row[5]) for row in rows],
         "route": [row[6] for row in rows],
     }
-    n_rows = lengths
-    if "own" in tables:  # the run has an environment, or conversations of the dataset
-        pieces = _split(tables["own"], lengths)
-        n_rows = [int(part.sum()) for part in pieces]
-        columns["own"] = [part if has else None for part, has in zip(pieces, tables["has_own"].tolist(), strict=True)]
+    for name in _OPTIONAL:
+        if name in tables:
+            sizes = tables[f"{name}_sizes"]
+            pieces = _split(tables[name], sizes.clip(0).tolist())
+            columns[name] = [piece if size >= 0 else None for piece, size in zip(pieces, sizes.tolist(), strict=True)]
+    own = columns.get("own", [None] * len(rows))
+    n_rows = [n if mask is None else int(mask.sum()) for n, mask in zip(lengths, own, strict=True)]
     columns["rollout_logprobs"] = _split(tables["rollout_logprobs"], n_rows)
-    if "teacher_ids" in tables:  # at least one sequence has a prompt for the teacher
-        pieces = _split(tables["teacher_ids"], tables["teacher_lengths"].tolist())
-        columns["teacher_ids"] = [part if len(part) else None for part in pieces]
-    if "top_ids" in tables:  # the run has distill.support
-        widths = tables["n_top_ids"].tolist()
-        pieces = _split(tables["top_ids"], [n * length for n, length in zip(widths, n_rows, strict=True)])
-        columns["top_ids"] = [part.reshape(-1, n) if n else None for n, part in zip(widths, pieces, strict=True)]
+    if "top_ids" in columns:
+        pairs = zip(columns["top_ids"], n_rows, strict=True)
+        columns["top_ids"] = [None if ids is None else ids.reshape(n, -1) for ids, n in pairs]
+    if "messages" in columns:
+        columns["messages"] = [None if text is None else text.tobytes() for text in columns["messages"]]
     if "rewards" in tables:
         columns["reward"] = [None if math.isnan(reward) else reward for reward in tables["rewards"].tolist()]
-    if "messages" in tables:
-        pieces = _split(tables["messages"], tables["message_lengths"].tolist())
-        columns["messages"] = [part.tobytes() or None for part in pieces]
     if "images" in tables:
         images = [EncodedImage(part.tobytes()) for part in _split(tables["images"], tables["image_lengths"].tolist())]
         pieces = _split(tables["image_indices"], tables["image_counts"].tolist())

@@ -28,7 +28,7 @@ from gkd.scoring.teacher.info import Probe, head_columns
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.scoring.teacher.window import Window, grouped
-from gkd.text.pair import TokenizerPair
+from gkd.text.comparison import Comparison
 from gkd.types import Rollout, ScoreTimes, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import RowsReply, ScoreReply
 
@@ -38,11 +38,10 @@ class ScoringEndpoint(GroupEndpoint):
 
     Args:
         config: the run's settings.
-        n_vocab: size of the common vocabulary; a teacher drops its other rows before it normalizes.
+        comparison: of the student with the teacher, which drops its rows from `n_listed` on before it normalizes.
         fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
         windows: by route, the limits of the sequences in flight.
         probes: by route, of the HTTP servers that preflight probed; empty: they are not probed again.
-        pair: tokenizers of the student and of a teacher with another one.
         numerics: by route, see `TeacherInfo`; empty: without a store.
         names: by route, of the models, for errors.
 
@@ -53,20 +52,19 @@ class ScoringEndpoint(GroupEndpoint):
     def __init__(
         self,
         config: Config,
-        n_vocab: int,
+        comparison: Comparison,
         fingerprints: Sequence[str],
         windows: Sequence[Window],
         probes: Sequence[Probe | None] = (),
-        pair: TokenizerPair | None = None,
         numerics: Sequence[str] = (),
         names: Sequence[str] = (),
     ) -> None:
         super().__init__(config)
-        self._pair = pair
+        self._comparison = comparison
         self._numerics = numerics
         self._names = names
         self._probes = probes
-        self._n_vocab = n_vocab
+        self._n_vocab = comparison.n_listed
         self._fingerprints = fingerprints
         self._windows = windows
         self._derived = derived = config.derived
@@ -100,7 +98,7 @@ class ScoringEndpoint(GroupEndpoint):
             n_in_flight=self._windows[route].n_in_flight,
             fingerprint=self._fingerprints[route],
             probe=self._probes[route] if self._probes else None,
-            units=None if self._pair is None or self._pair.units is None else self._pair.units.of_token,
+            units=self._comparison.unit_of_token,
             on_scored=functools.partial(self._computations.note, route=self._routes[route].name),
         )
 
@@ -131,7 +129,7 @@ class ScoringEndpoint(GroupEndpoint):
             keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab, self._numerics)
             stored = {i: entry for i, key in keys.items() if (entry := store.get(key, rollouts[i])) is not None}
         asked = [i for i in range(len(rollouts)) if i not in stored]
-        texts = rollouts if self._pair is None else self._pair.for_teacher(rollouts)
+        texts = self._comparison.for_teacher(rollouts)
         asked = [i for i in asked if len(texts[i].response_ids)]
         try:
             new_scores = self._request_all(teachers, texts, asked, completed_s)
@@ -141,11 +139,7 @@ class ScoringEndpoint(GroupEndpoint):
         if store is not None:
             for i in keys.keys() & new_scores.keys():
                 store.put(keys[i], rollouts[i], new_scores[i])
-        if self._pair is not None:
-            teacher = self._config.teacher
-            hidden_size = self._head_columns[1] if "hidden" in self._signals else 0
-            new_scores = self._pair.completed(new_scores, texts, hidden_size, teacher.topk, teacher.mass > 0)
-        both = new_scores | stored
+        both = self._comparison.completed(new_scores, texts) | stored
         scores = [self._in_columns(both[i], rollout.route) for i, rollout in enumerate(rollouts)]
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
 

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.config.schema import Config
-from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.data.chunks import chunk_sizes, encode_sizes, whole_groups
 from gkd.data.codec import ColumnList
 from gkd.data.row_files import RowTable
 from gkd.data.scatter import gather_results, select
+from gkd.data.template import Tools
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
 from gkd.run.rollout_file import read_sequences, write_sequences
@@ -90,14 +91,21 @@ class GroupEndpoint:
         training: RowTable,
         validation: RowTable,
         tokenizer: Any,
+        tools: Tools = (),
     ) -> None:
         """Start the processes that judge responses. Arguments and errors as `gkd.scoring.reward.judging.Judging`."""
-        self._judging = Judging(self._config, functions, n_workers, search_path, training, validation, tokenizer)
+        rows = training, validation
+        self._judging = Judging(self._config, functions, n_workers, search_path, *rows, tokenizer, tools)
 
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
         """See `gkd.scoring.reward.judging.Judging.judge`."""
         assert self._judging is not None
         return self._judging.judge(rollouts, prompts)
+
+    def prompted(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], bytes]:
+        """See `gkd.scoring.reward.judging.Judging.prompted`. These are two Ray objects."""
+        assert self._judging is not None
+        return self._judging.prompted(rollouts)
 
     def is_up(self) -> bool:
         """Return once the process runs."""
@@ -163,6 +171,7 @@ class GroupEndpoint:
             CheckpointError: a file is unreadable or not a recording.
         """
         n = self._config.rollout.n
+        chunk_size = whole_groups(self._config, chunk_size)
         # All sequences of a chunk have the same `on_policy`, and all or none have scores.
         kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
         for file in files:
@@ -173,6 +182,7 @@ class GroupEndpoint:
                         (rollout, None if scores is None else scores[i])
                     )
         for (on_policy, _), kind in kinds.items():
+            kind.sort(key=lambda sequence: sequence[0].sample_index)
             for start in range(0, len(kind), chunk_size):
                 group = kind[start : start + chunk_size]
                 chunk = [rollout for rollout, _ in group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,11 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import gather
+from gkd.config.declare import is_path
 from gkd.config.schema import Config, Derived
-from gkd.config.schema_teacher import DistillConfig
+from gkd.config.schema_teacher import PROMPT_FUNCTION, DistillConfig
 from gkd.data.row_files import RowTable
+from gkd.data.template import Tools
 from gkd.log import get_logger
 from gkd.roles import Computation, Roles, ScoringRole
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, student_tokenizer
@@ -41,6 +43,8 @@ class JudgedScoring:
         endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
+        groups: keys of functions that get all responses to a prompt, see `Judging.judge`. With teacher.prompt_function
+            a chunk is scored when it has been judged.
         with_numbers: adds advantages and factors to a whole batch; `list`: no setting needs them.
     """
 
@@ -52,6 +56,7 @@ class JudgedScoring:
         prompts: str,
         n_functions: int,
         with_numbers: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list,
+        groups: Collection[str] = (),
     ) -> None:
         self._inner = inner
         self._endpoints = list(endpoints)
@@ -59,10 +64,16 @@ class JudgedScoring:
         self._prompts = prompts
         self._n_functions = n_functions
         self._with_numbers = with_numbers
+        self._with_groups = bool(groups)
+        self._with_prompts = PROMPT_FUNCTION in groups
         self._logged: set[str] = set()  # reasons of unknown values
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
-        return self._judged(self._inner.submit(chunk))
+        if not (self._with_prompts and chunk.on_policy):
+            return self._judged(self._inner.submit(chunk))
+        call = self._endpoints[chunk.dp_rank].prompted.options(num_returns=2, concurrency_group=JUDGING)
+        rollouts, values = call.remote(chunk.ref)
+        return replace(self._inner.submit(replace(chunk, ref=rollouts)), rewards=values)
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
         """As `ScoringRole.collect`, with the values of all chunks that the student generated.
@@ -70,14 +81,19 @@ class JudgedScoring:
         Raises:
             RewardError, DataError: see `gkd.scoring.reward.judging.Judging.judge`.
         """
-        scored = self._inner.collect(pending)
+        if not self._with_prompts:
+            scored = self._inner.collect(pending)
         names = {p.rewards: f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
         names.pop(None, None)
         values = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
+        if self._with_prompts:  # a failed function is raised here: ranks would wait for the one that gets its error
+            scored = self._inner.collect(pending)
         batch = []
         for chunk, p in zip(scored, pending, strict=True):
             if p.rewards is not None:
-                chunk = replace(chunk, rewards=self._values(values[names[p.rewards]], p.rollouts))
+                table = self._values(values[names[p.rewards]], p.rollouts)
+                rewards = self._known(table[:, : self._n_functions])
+                chunk = replace(chunk, rewards=rewards, of_group=table[:, self._n_functions :])
             batch.append(chunk)
         return self._with_numbers(batch)
 
@@ -125,10 +141,10 @@ class JudgedScoring:
         return self._endpoints[group].judge.options(concurrency_group=JUDGING).remote(rollouts, self._prompts)
 
     def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
-        """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64; NaN: undecided."""
-        values = np.frombuffer(data, "<f8").reshape(-1, self._n_functions)
+        """Return the values of a chunk, or of the part of one: [n_sequences, columns] float64, see `Judging.judge`."""
+        values = np.frombuffer(data, "<f8").reshape(-1, self._n_functions + 2 * self._with_groups)
         indices = rollouts.sequence_indices
-        return self._known(values if indices is None else values[indices])
+        return values if indices is None else values[indices]
 
     def _known(self, values: np.ndarray) -> np.ndarray:
         """Return values with NaN for those that are unknown, and log each reason when it first applies."""
@@ -153,6 +169,7 @@ def init_judging(
     validation: Sequence[Prompt],
     endpoints: Sequence[Any],
     timeout_s: float,
+    tools: Tools = (),
 ) -> None:
     """Let the scoring endpoints start the processes that judge; nothing if no function judges responses.
 
@@ -160,11 +177,12 @@ def init_judging(
 
     Args:
         train, validation: prompts, loaded with the rows that the functions need.
+        tools: of rollout.environment.
 
     Raises:
         RewardError: see `gkd.scoring.reward.judging.Judging`.
     """
-    if not (derived.rewards or derived.metrics):
+    if not (derived.rewards or derived.metrics or derived.groups):
         return
     functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
     n_workers = workers_per_endpoint(config, derived.dp_size)
@@ -172,7 +190,7 @@ def init_judging(
     calls = [endpoint.init_judging.options(concurrency_group=JUDGING) for endpoint in endpoints]
     # An endpoint cannot import the class of a tokenizer that the model's own code defines, so it loads that one itself.
     tokenizer = None if config.model.trust_remote_code else student_tokenizer(config)
-    refs = [call.remote(functions, n_workers, search_path(), *rows, tokenizer) for call in calls]
+    refs = [call.remote(functions, n_workers, search_path(), *rows, tokenizer, tools) for call in calls]
     gather({f"scoring endpoint {i}": ref for i, ref in enumerate(refs)}, "start", timeout_s)
 
 
@@ -180,7 +198,7 @@ def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Seque
     """Return the roles with the judging that the settings require."""
     scoring = roles.scoring
     timeout_s = config.trainer.stage_timeout_s
-    if derived.rewards:
+    if derived.rewards or derived.groups:
         # Held-out responses answer other prompts: no reward of training belongs to them.
         roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints), evaluation=scoring)
     if derived.metrics:
@@ -196,7 +214,7 @@ def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endp
     if derived.loss.has_rewards or config.distill.response_weight != "none":
         numbers = partial(with_numbers, distill=config.distill, weights=weights, n=config.rollout.n)
     timeout_s = config.trainer.stage_timeout_s
-    return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), numbers)
+    return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), numbers, dict(derived.groups))
 
 
 def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
@@ -300,7 +318,10 @@ def with_numbers(
         rewards = np.concatenate([total_rewards(chunk, weights) for chunk in judged])
         groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n
         advantages = advantages_of(rewards, groups, distill.advantage)
-        factors = response_factors(rewards, groups, distill.response_weight, sum(weights))
+        if is_path(distill.response_weight):
+            factors = np.concatenate([chunk.of_group[:, 0] for chunk in judged if chunk.of_group is not None])
+        else:
+            factors = response_factors(rewards, groups, distill.response_weight, sum(weights))
         values = np.stack([advantages, normalized(factors)], axis=1).astype(np.float32)
         ends = np.cumsum([chunk.rollouts.n_sequences for chunk in judged])
         numbers |= zip(map(id, judged), np.split(values, ends[:-1]), strict=True)

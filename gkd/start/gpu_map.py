@@ -18,7 +18,7 @@ from gkd.cluster.startup import sort_visible_gpus, this_placement
 from gkd.config.schema import Config
 from gkd.errors import ClusterError
 from gkd.log import get_logger
-from gkd.run.folder import RunFolder
+from gkd.run.folder import PLACES, RunFolder
 from gkd.scoring.teacher.gpus import teacher_rows
 
 log = get_logger("launcher")
@@ -58,7 +58,7 @@ def record_placement(
     Raises ClusterError: two ranks share a real GPU, or a rank is outside of its GPUs or died; CheckpointError.
     """
     table = make_gpu_map(config, device, calls, timeout_s)
-    folder.write_places(table.to_json())
+    folder.write(PLACES, table.to_json())
     log.log(logging.WARNING if table.findings else logging.INFO, "GPU placement:\n%s", table.text())
     fatal = ["outside_gpus"]
     if device == "cuda":  # NCCL hangs if two ranks share a GPU
@@ -73,11 +73,11 @@ def record_restart(folder: RunFolder, row: RankPlacement) -> None:
     with _CHANGING:
         table = gpu_map_from_json(folder.read_places(), str(folder.root))
         rows = tuple(row if (old.pool, old.rank) == (row.pool, row.rank) else old for old in table.rows)
-        folder.write_places(structs.replace(table, rows=rows).to_json())
+        folder.write(PLACES, structs.replace(table, rows=rows).to_json())
 
 
 def record_end(folder: RunFolder, stopped: str = "") -> None:
     """Note that the run has reached its end, or why it stopped before. Raises CheckpointError."""
     with _CHANGING:
         table = gpu_map_from_json(folder.read_places(), str(folder.root))
-        folder.write_places(structs.replace(table, ended=not stopped, stopped=stopped).to_json())
+        folder.write(PLACES, structs.replace(table, ended=not stopped, stopped=stopped).to_json())

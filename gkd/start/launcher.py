@@ -36,6 +36,7 @@ from gkd.rollout.engine import worker as rollout_worker
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.vllm.start import engine_folder, remove_files
 from gkd.run.failure_policy import attempt
+from gkd.run.folder import STACKS
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import GroupEndpoint
 from gkd.scoring.judged import JUDGING, init_judging, with_judges, workers_per_endpoint
@@ -117,8 +118,7 @@ def _start(
     of_actor, env = (worker_env(on_cpu, chunk_size(config), n_threads=n) for n in threads)
     shares = ", with {} and {} CPU threads a rank".format(*threads) if on_cpu else ""
     n_ranks = actor_slots.spec.world_size
-    n_engines = config.derived.n_engines
-    log.info("starting %d actor ranks and %d rollout engines%s", n_ranks, n_engines, shares)
+    log.info("starting %d actor ranks and %d rollout engines%s", n_ranks, config.derived.n_engines, shares)
     of_actor |= actor_env(config, on_cpu)
     actor_workers = actor_slots.spawn(ActorWorker, of_actor, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
     actor = ActorPool(actor_workers, config)
@@ -135,13 +135,12 @@ def _start(
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     places = _load_models(config, plan, startup, actor, rollout, building, calls)
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
-    init_judging(config, config.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
+    prompts = plan.train_prompts, plan.val_prompts
+    init_judging(config, config.derived, *prompts, endpoints, startup.left_s(), plan.tools)
     trim_heap()  # what the checks and the start have used, tokenizers above all
-    if (config.teacher.signal == "hidden" or plan.pair) and not config.derived.teacher_pool:
-        heads: list[Any] = [None] * actor.dp_size
-        if config.teacher.signal == "hidden":
-            heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
-        actor.set_teacher_head(heads, startup.left_s(), plan.pair)
+    if config.teacher.signal == "hidden" and not config.derived.teacher_pool:
+        heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
+        actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(plan.device), rollout_workers, config, plan.device, startup.left_s())
     engine_slots = EngineSlots(
         rollout_slots,
@@ -178,11 +177,11 @@ def _load_models(
         rollout.offload_states()
         building = {}
     actor.check_run_dir(plan.folder.root, startup.left_s())
-    building = {**building, **actor.init_model(plan.device, plan.total_steps, startup.left_s())}
+    building = {**building, **actor.init_model(plan.device, plan.total_steps, startup.left_s(), plan.comparison)}
     places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
     if config.derived.teacher_pool == ACTOR:
-        actor.init_teacher(startup.left_s(), plan.pair)
+        actor.init_teacher(startup.left_s())
     if config.derived.reference_folder:
         actor.init_reference(startup.left_s())
     return places
@@ -222,7 +221,7 @@ def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> Ra
     log.error("%s; collecting the stacks of all ranks", str(error))
     try:
         report = hang_report(run, startup.names, startup.poll(), error.late)
-        file = plan.folder.write_stacks(report.stacks)
+        file = plan.folder.write(STACKS, report.stacks.encode())
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
         log.error("no hang report: %s: %s", type(trouble).__name__, str(trouble))
         return RankTimeout(str(error), error.late, diagnosed=True)
@@ -240,14 +239,11 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if config.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
-    probes = [info.probe for info in plan.teachers]
-    n_vocab = plan.pair.n_listed if plan.pair else plan.n_vocab
     args = (
-        n_vocab,
+        plan.comparison,
         [info.fingerprint for info in plan.teachers],
         windows,
-        probes,
-        plan.pair,
+        [info.probe for info in plan.teachers],
         [info.numerics for info in plan.teachers],
         [info.model_name for info in plan.teachers],
     )

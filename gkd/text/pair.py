@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gkd.text.byte_vocab import END, MARK, Nodes, Units, Vocab, common_nodes, units_of
+from gkd.text.comparison import Comparison
 from gkd.types import Rollout, TeacherScores
-from teacher_server.wire.table import TopKTable
 
 _MARKS = re.compile(re.escape(MARK) + b"(.)", re.DOTALL)
 
@@ -48,8 +48,8 @@ class Alignment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenizerPair:
-    """Two tokenizers, in a form that any process can use without loading a model folder.
+class TokenizerPair(Comparison):
+    """Compare the texts of two tokenizers, in a form that any process can use without loading a model folder.
 
     Attributes:
         student, teacher: bytes of each token id, see `gkd.text.byte_vocab`; None also for ids from the model's number
@@ -58,7 +58,11 @@ class TokenizerPair:
         end: the teacher's id that ends a response.
         max_tokens: of prompt and response together, that the teacher takes.
         by_units: the teacher lists units in place of tokens (teacher.signal units).
+        with_nodes: distill.units is nodes; otherwise all positions are compared by the next byte.
+        unpaired: tables without rows, of a response that has no token of the teacher.
     """
+
+    ids = "student"
 
     student: Vocab
     teacher: Vocab
@@ -67,6 +71,8 @@ class TokenizerPair:
     end: int
     max_tokens: int
     by_units: bool = False
+    with_nodes: bool = True
+    unpaired: TeacherScores = TeacherScores()
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}  # without what is computed
@@ -81,9 +87,16 @@ class TokenizerPair:
         return units_of(self.teacher, self.nodes) if self.by_units else None
 
     @property
+    def n_vocab(self) -> int:
+        return len(self.student)
+
+    @property
     def n_listed(self) -> int:
-        """Return the number that the ids in the teacher's lists are below."""
         return len(self.teacher) if self.units is None else len(self.units.vocab)
+
+    @property
+    def unit_of_token(self) -> np.ndarray | None:
+        return None if self.units is None else self.units.of_token
 
     @cached_property
     def _encoders(self) -> tuple[_Encoder, _Encoder]:
@@ -96,39 +109,39 @@ class TokenizerPair:
         return marks | {END: self.end}
 
     def for_teacher(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the sequences that the teacher scores: its own prompts, and the responses in its tokens.
-
-        Responses are cut where the teacher's limit is, and may be empty.
-        """
+        """See `Comparison.for_teacher`. Responses are cut where the teacher's limit is, and may be empty."""
         texts = []
-        for rollout in rollouts:
-            sequence = rollout.for_teacher()
+        for rollout, sequence in zip(rollouts, super().for_teacher(rollouts), strict=True):
             ids = self.teacher_ids(rollout.response_ids)[: max(0, self.max_tokens - len(sequence.prompt_ids))]
             texts.append(replace(sequence, response_ids=ids))
         return texts
 
-    def completed(
-        self,
-        scores: Mapping[int, TeacherScores],
-        texts: Sequence[Rollout],
-        hidden_size: int,
-        topk: int,
-        by_mass: bool,
-    ) -> dict[int, TeacherScores]:
-        """Return the scores of all sequences, with the teacher's tokens, by position.
+    def completed(self, scores: Mapping[int, TeacherScores], texts: Sequence[Rollout]) -> dict[int, TeacherScores]:
+        """See `Comparison.completed`; all have the teacher's tokens."""
+        return {
+            i: replace(scores.get(i, self.unpaired), response_ids=text.response_ids) for i, text in enumerate(texts)
+        }
 
-        Args:
-            scores: of the sequences whose responses are not empty, by position.
-            texts: of `for_teacher`.
-            hidden_size: columns of their hidden states; 0: they are lists.
-            topk: columns of the lists, whose rows have fewer entries `by_mass`.
-        """
-        nothing = TeacherScores(hidden=np.zeros((0, hidden_size), np.float32))
-        if not hidden_size:
-            none = np.zeros((0, topk), np.float32)
-            ids = np.zeros((0, topk), np.int32)
-            nothing = TeacherScores(TopKTable(ids, none, none[:, 0], ids[:, 0] if by_mass else None), none[:, 0])
-        return {i: replace(scores.get(i, nothing), response_ids=text.response_ids) for i, text in enumerate(texts)}
+    def text_columns(self, rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> list[np.ndarray]:
+        """See `Comparison.text_columns`; the scores have `response_ids`."""
+        tables: list[tuple[np.ndarray, ...]] = []
+        n_rows = n_teacher_rows = n_positions = 0
+        responses = [score.response_ids for score in scores if score.response_ids is not None]
+        for rollout, response in zip(rollouts, responses, strict=True):
+            at = self.align(rollout.response_ids, response)
+            cover = np.where(at.cover < 0, -1, at.cover + n_positions)
+            is_first = np.arange(len(at.row)) == 0
+            teacher_row = at.teacher_row + n_teacher_rows
+            tables.append((at.row + n_rows, at.depth, teacher_row, at.teacher_depth, cover, is_first))
+            n_rows += rollout.n_own
+            n_positions += len(at.row)
+            n_teacher_rows += len(response)
+        columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
+        ids = np.concatenate(responses)
+        if self.units is not None:
+            ids = self.units.of_token[ids]
+        canonical = np.concatenate([self.canonical(r.response_ids) & r.on_policy for r in rollouts])
+        return [*columns, ids.astype(np.int64), canonical]
 
     def teacher_ids(self, response: np.ndarray) -> np.ndarray:
         """Return the teacher's tokens of a response of the student, as far as they have the same bytes.
@@ -144,8 +157,7 @@ class TokenizerPair:
         encoder = self._encoders[1]
         begin = 0
         for mark in [*_MARKS.finditer(text), None]:
-            part = text[begin : mark.start() if mark else None]
-            piece, is_whole = encoder.encode(part)
+            piece, is_whole = encoder.encode(text[begin : mark.start() if mark else None])
             ids += piece
             if not is_whole or mark is None:
                 break

@@ -47,7 +47,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser("gkd check", about, _EXAMPLES)
     add_config(parser, "the settings of the run")
     parser.add_argument("--json", action="store_true", help="print a list of objects: key, value, problem, fix")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     return parse_overrides(parser, argv)
 
 

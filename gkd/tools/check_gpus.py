@@ -138,7 +138,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_config(which, "settings of a training run to be started", required=False)
     which.add_argument("--running", metavar="RUN_DIR", help="run folder of a running job")
     parser.add_argument("--json", action="store_true", help="print one JSON object, as in gpus.json of a run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override settings of the file")
     args = parse_overrides(parser, argv)
     if args.running and args.overrides:
         parser.error("--running uses the settings of the run and accepts no key=value")

@@ -106,7 +106,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_choice(parser)
     parser.add_argument("--data", metavar="FILE", help="prompts and answers, as data.val_files of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the run's")
     return parse_overrides(parser, argv)
 
 

@@ -27,7 +27,7 @@ from gkd.data.responses import answer_text
 from gkd.data.row_files import decode_row, fingerprint
 from gkd.errors import ConfigError, DataError, ModelError
 from gkd.log import get_logger
-from gkd.preflight.generation import GenerationPlan, check_generation
+from gkd.preflight.dataset import DatasetPlan, check_generation
 from gkd.rollout.vllm.sampling import sequence_seed
 from gkd.run import interrupts
 from gkd.scoring.reward.judging import RewardWorkers
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def generate(plan: GenerationPlan, args: argparse.Namespace) -> None:
+def generate(plan: DatasetPlan, args: argparse.Namespace) -> None:
     """Write the answers that the file lacks, and log the progress.
 
     Args:
@@ -90,7 +90,7 @@ def generate(plan: GenerationPlan, args: argparse.Namespace) -> None:
     how = AnswerSettings(args.n, args.temperature, args.top_p, max_tokens, plan.n_vocab, plan.eos_ids)
     of_teacher = [prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids for prompt in plan.prompts]
     settings = {
-        "teacher": plan.teacher.fingerprint,
+        "teacher": plan.teachers[0].fingerprint,
         "data": fingerprint(config.data.train_files[0], "data.train_files")["xxh3_128"],
         "prompts": token_digest(np.concatenate(of_teacher)).hex(),
         "column": config.data.response_key,
@@ -119,21 +119,20 @@ def generate(plan: GenerationPlan, args: argparse.Namespace) -> None:
 
 
 def _answered(
-    plan: GenerationPlan, of_teacher: Sequence[np.ndarray], first: int, how: AnswerSettings
+    plan: DatasetPlan, of_teacher: Sequence[np.ndarray], first: int, how: AnswerSettings
 ) -> Iterator[tuple[Prompt, list[np.ndarray]]]:
     """Yield each prompt from `first` on and its answers, in order; one request more than workers is in flight.
 
     Args:
         of_teacher: [P] int32, the prompt that the teacher reads.
     """
-    seed = plan.config.data.seed
     named = [
-        NamedPrompt(decode_row(prompt.row or b"")[0], ids, sequence_seed(seed, prompt.prompt_id))
+        NamedPrompt(decode_row(prompt.row or b"")[0], ids, sequence_seed(plan.config.data.seed, prompt.prompt_id))
         for prompt, ids in zip(plan.prompts[first:], of_teacher[first:], strict=True)
     ]
     longest = max((len(prompt.ids) for prompt in named), default=1)
     size = max(1, min(MAX_SEQUENCES // how.n, how.most_prompts, MAX_TOKENS // longest))
-    n_requests = max(1, plan.teacher.n_workers) + 1
+    n_requests = max(1, plan.teachers[0].n_workers) + 1
     patient = replace(plan.config.teacher, request_timeout_s=max(_PATIENCE_S, plan.config.teacher.request_timeout_s))
     waiting = deque[Future[list[np.ndarray]]]()
     with ZmqTeacher(
@@ -141,7 +140,7 @@ def _answered(
         k=0,
         n_vocab=plan.n_vocab,
         n_in_flight=n_requests * MAX_SEQUENCES,
-        fingerprint=plan.teacher.fingerprint,
+        fingerprint=plan.teachers[0].fingerprint,
     ) as teacher:
         chunks = [named[start : start + size] for start in range(0, len(named), size)]
         position = first
@@ -159,7 +158,7 @@ def _answered(
 class AnswerRows:
     """Make the rows of answers, and count those that are left out: refused by the judge, or without text."""
 
-    def __init__(self, plan: GenerationPlan, judge: Judge | None) -> None:
+    def __init__(self, plan: DatasetPlan, judge: Judge | None) -> None:
         self.n_empty = 0
         self.n_refused = 0
         self._plan = plan
@@ -194,7 +193,7 @@ class Judge:
         RewardError: it cannot be imported.
     """
 
-    def __init__(self, plan: GenerationPlan, path: str) -> None:
+    def __init__(self, plan: DatasetPlan, path: str) -> None:
         self._plan = plan
         self._workers = RewardWorkers(Start(plan.config, (path,), search_path()), 1, plan.config.reward.timeout_s)
         self._workers.wait_ready(plan.config.trainer.init_timeout_s)
@@ -255,7 +254,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=0, help="of an answer; default data.max_response_length")
     about = "keep the answers to which this function gives at least 0.5: a path as in reward.functions"
     parser.add_argument("--keep", default="", metavar="FUNCTION", help=about)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     args = parse_overrides(parser, argv)
     if not 1 <= args.n <= MAX_SEQUENCES or (args.n > 1 and args.temperature == 0):
         parser.error(f"-n {args.n}: give 1 to {MAX_SEQUENCES}, and 1 with --temperature 0, which has one answer")

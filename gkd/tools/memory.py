@@ -91,7 +91,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--teacher", type=Path, metavar="PATH", help="the teacher, whose LM head the ranks keep")
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     return parse_overrides(parser, argv)
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
@@ -25,12 +25,10 @@ from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
 from gkd.run.open import check_same_files, check_same_run, check_same_teacher
+from gkd.text.comparison import SAME_TOKENS, Comparison
 from gkd.tools import exit_codes
 from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
 from teacher_server.config.command import command_parser
-
-if TYPE_CHECKING:
-    from gkd.text.pair import TokenizerPair
 
 _EXAMPLES = """example:
   gkd replay runs/mine --step 20
@@ -148,7 +146,7 @@ def replayed(case: Case) -> list[TrainStats]:
     timeout_s = case.config.trainer.init_timeout_s
     needs_head = "hidden" in case.config.derived.signals
     needs_teacher = needs_head or bool(case.config.teacher.tokenizer)
-    endpoint, pair = _of_teacher(case, device) if needs_teacher else ((GroupEndpoint,), None)
+    endpoint, comparison = _of_teacher(case, device) if needs_teacher else ((GroupEndpoint,), SAME_TOKENS)
     with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:
         trainer = replace(case.config.trainer, run_dir=folder, replay=str(case.root / BATCHES), profile_steps=[])
         config = replace(case.config, trainer=trainer)
@@ -156,21 +154,19 @@ def replayed(case: Case) -> list[TrainStats]:
         cluster = make_cluster(config, on_cpu=device == "cpu", pools=[spec])
         try:
             slots = cluster.make_pools([spec], timeout_s)[ACTOR_POOL]
-            groups = actor_worker.CONCURRENCY_GROUPS
             env = worker_env(device == "cpu", n_threads=cpu_threads(config)[0])
-            workers = slots.spawn(actor_worker.ActorWorker, env, concurrency_groups=groups)
+            workers = slots.spawn(actor_worker.ActorWorker, env, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
             actor = ActorPool(workers, config)
-            gather(actor.init_model(device, _total_steps(case), timeout_s), "init_model", timeout_s)
+            building = actor.init_model(device, _total_steps(case), timeout_s, comparison)
+            gather(building, "init_model", timeout_s)
             if config.derived.reference_folder:
                 actor.init_reference(timeout_s)
             endpoints = spawn_endpoints(config, actor, slots, device, *endpoint)
             if needs_teacher and config.derived.teacher_pool:
-                actor.init_teacher(timeout_s, pair)
-            elif needs_teacher:
-                heads: list[Any] = [None]
-                if needs_head:
-                    heads = teacher_heads(endpoints, actor.last_stage_nodes(timeout_s), timeout_s)
-                actor.set_teacher_head(heads, timeout_s, pair)
+                actor.init_teacher(timeout_s)
+            elif needs_head:
+                heads = teacher_heads(endpoints, actor.last_stage_nodes(timeout_s), timeout_s)
+                actor.set_teacher_head(heads, timeout_s)
             scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
             has_reference = config.derived.loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if has_reference else NoReference()
@@ -188,15 +184,15 @@ def replayed(case: Case) -> list[TrainStats]:
     return steps
 
 
-def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair | None]:
-    """Return the class of the endpoints with its arguments, and the tokenizers, where batches have hidden states.
+def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], Comparison]:
+    """Return the class of the endpoints with its arguments, and the comparison, where a step needs the teacher.
 
     Raises:
         ConfigError: it is not the teacher that scored the run.
         TeacherUnavailable: no teacher server replies.
     """
-    from gkd.preflight.run import common_vocab, find_teachers, read_student, teacher_identity
-    from gkd.preflight.tokenizer_pair import teacher_tokenizer, tokenizer_pair
+    from gkd.preflight.run import find_teachers, models_compared, read_student, teacher_identity
+    from gkd.preflight.tokenizer_pair import teacher_tokenizer
     from gkd.scoring.endpoint import ScoringEndpoint
     from gkd.scoring.group_endpoint import GroupEndpoint
     from gkd.scoring.teacher.window import window_of_group
@@ -206,19 +202,13 @@ def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair
     tokenizer, n_student_ids, eos_ids = read_student(config)
     teachers = find_teachers(config, device)
     check_same_teacher(case.root / "teacher.json", teacher_identity(derived.routes, teachers), config)
-    if (other := teacher_tokenizer(config)) is None:
-        n_vocab = common_vocab(config, teachers, tokenizer, n_student_ids)
-        pair = None
-    else:
-        n_student_ids = config.model.n_vocab or n_student_ids
-        pair = tokenizer_pair(config, tokenizer, other, teachers[0], n_student_ids, eos_ids)
-        n_vocab = pair.n_listed
+    comparison = models_compared(config, teachers, tokenizer, teacher_tokenizer(config), n_student_ids, eos_ids)
     if derived.teacher_pool:
-        return (GroupEndpoint,), pair
+        return (GroupEndpoint,), comparison
     windows = [window_of_group(config.teacher, info, 1) for info in teachers]
     fingerprints = [info.fingerprint for info in teachers]
     numerics = [info.numerics for info in teachers]
-    return (ScoringEndpoint, n_vocab, fingerprints, windows, (), pair, numerics), pair
+    return (ScoringEndpoint, comparison, fingerprints, windows, (), numerics), comparison
 
 
 def _scored(pending: list[PendingScores], reference: ReferenceRole, scoring: ScoringRole) -> list[ScoredChunk]:
@@ -257,11 +247,11 @@ def _total_steps(case: Case) -> int:
 
 
 def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[Any]) -> ScoringRole:
-    """Return the scoring that also judges, if the run has rewards. Raises RewardError, ConfigError."""
+    """Return the scoring that also judges, if the run has functions for it. Raises RewardError, ConfigError."""
     from gkd.scoring.judged import init_judging, judged_training
 
     derived = replace(config.derived, metrics=())
-    if not derived.rewards:
+    if not (derived.rewards or derived.groups):
         return scoring
     init_judging(config, derived, _prompts(root, config), [], endpoints, config.trainer.init_timeout_s)
     return judged_training(scoring, config, derived, endpoints)
@@ -289,7 +279,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to make again")
     parser.add_argument("--rtol", type=float, default=1e-3, metavar="X", help="default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the run's")
     return parse_overrides(parser, argv)
 
 

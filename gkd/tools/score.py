@@ -17,12 +17,13 @@ from gkd.console.numbers import clock, count
 from gkd.data.chunks import dataset_rollouts
 from gkd.errors import CheckpointError, ConfigError, DataError, ModelError
 from gkd.log import get_logger
-from gkd.preflight.scoring import ScoringPlan, check_scoring
+from gkd.preflight.dataset import DatasetPlan, check_scoring
 from gkd.preflight.teacher import record_teachers
 from gkd.run import interrupts
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.store import ScoreStore, dataset_keys, open_store
 from gkd.scoring.teacher.window import window_of_group
+from gkd.text.comparison import Comparison
 from gkd.tools import exit_codes
 from gkd.types import Rollout
 from teacher_server.config.command import command_parser
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def score_all(plan: ScoringPlan) -> None:
+def score_all(plan: DatasetPlan) -> None:
     """Score what the store lacks, and log the progress.
 
     Raises:
@@ -70,7 +71,7 @@ def score_all(plan: ScoringPlan) -> None:
     log.info("%d of %d responses are to score, into %s", len(left), len(rollouts), config.teacher.store)
     if left:
         windows = [window_of_group(config.teacher, teacher, 1) for teacher in plan.teachers]
-        endpoint = ScoringEndpoint(config, plan.n_vocab, fingerprints, windows, numerics=numerics)
+        endpoint = ScoringEndpoint(config, Comparison(plan.n_vocab), fingerprints, windows, numerics=numerics)
         _score(endpoint, store, left, max(1, sum(window.n_in_flight for window in windows) // (_THREADS - 1)))
     _check_kept(store, keys.values())
     record_teachers(config, plan.teachers)
@@ -116,7 +117,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     description = "Score each dataset response of a run once, into teacher.store. A run over it then asks no teacher."
     parser = command_parser("gkd score", description, _EXAMPLES)
     add_config(parser, "settings of the run, as for gkd train")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     return parse_overrides(parser, argv)
 
 

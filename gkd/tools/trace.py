@@ -89,9 +89,8 @@ def chrome_trace(lines: Sequence[SpanLine]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for pid, process in enumerate(processes):
         line = last[process]
-        about = f" on {line.host}" if line.host else ""
         events += [
-            _about(pid, "process_name", name=process + about),
+            _about(pid, "process_name", name=process + (f" on {line.host}" if line.host else "")),
             _about(pid, "process_sort_index", sort_index=pid),
         ]
     slices = []

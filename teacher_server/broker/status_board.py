@@ -13,6 +13,7 @@ from teacher_server.wire.status import ServerStatus, WorkerStatus
 
 _REFRESH_S = 0.5
 _RATE_S = 10.0  # time constant of tokens/s
+_OF_HELLO = ("name", "teacher", "host", "pid", "engine", "device", "dtype", "gpus", "cuda_visible_devices")
 
 
 class StatusBoard:
@@ -65,15 +66,8 @@ class StatusBoard:
             teachers=self._teachers.statuses(request_queue),
             workers=[
                 WorkerStatus(
-                    name=worker.hello.name,
-                    teacher=worker.hello.teacher,
+                    **{field: getattr(worker.hello, field) for field in _OF_HELLO},
                     state="draining" if worker.leaving else "ready",
-                    host=worker.hello.host,
-                    pid=worker.hello.pid,
-                    engine=worker.hello.engine,
-                    device=worker.hello.device,
-                    dtype=worker.hello.dtype,
-                    gpus=worker.hello.gpus,
                     n_in_flight=len(worker.outstanding),
                     tokens_in_flight=worker.n_tokens,
                     n_done=worker.n_done,
@@ -82,7 +76,6 @@ class StatusBoard:
                     queue_s=worker.queue_s,
                     compute_s=worker.compute_s,
                     last_heard_s=max(0.0, now_s - worker.last_heard_s),
-                    cuda_visible_devices=worker.hello.cuda_visible_devices,
                 )
                 for worker in request_queue.workers.values()
             ],

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from teacher_server.broker.request_queue import RequestQueue
-from teacher_server.wire.protocol import ErrorReply, InfoReply, InfoRequest
+from teacher_server.wire.protocol import ErrorReply, InfoReply, InfoRequest, ModelHeader
 from teacher_server.wire.status import TeacherStatus
 from teacher_server.wire.worker_protocol import WorkerHello
 
+_SHOWN = ("model_name", "model_path", "model_fingerprint", "tokenizer_fingerprint")
 _MUST_AGREE = ("model_fingerprint", "tokenizer_fingerprint", "vocab_size", "hidden_size", "dtype", "image_probe")
 
 
@@ -71,35 +72,21 @@ class Teachers:
         if not hellos:
             text = "no worker has loaded the model yet"
             return ErrorReply(request_id=request_id, code="busy", text=text, retry_after_s=0.5)
-        return InfoReply(
-            request_id=request_id,
-            teacher=name,
-            model_name=hellos[0].model_name,
-            model_path=hellos[0].model_path,
-            model_fingerprint=hellos[0].model_fingerprint,
-            tokenizer_fingerprint=hellos[0].tokenizer_fingerprint,
-            vocab_size=hellos[0].vocab_size,
-            hidden_size=hellos[0].hidden_size,
-            max_tokens=min(hello.max_tokens for hello in hellos),
-            n_workers=len(hellos),
-            n_streams=sum(hello.n_streams for hello in hellos),
-            engine=_all_of(hello.engine for hello in hellos),
-            device=_all_of(hello.device for hello in hellos),
-            dtype=hellos[0].dtype,
-            template_fingerprint=hellos[0].template_fingerprint,
-            template_example=hellos[0].template_example,
-            image_probe=hellos[0].image_probe,
-        )
+        model = {field: getattr(hellos[0], field) for field in ModelHeader.__struct_fields__}
+        model |= {
+            "max_tokens": min(hello.max_tokens for hello in hellos),
+            "n_streams": sum(hello.n_streams for hello in hellos),
+            "engine": _all_of(hello.engine for hello in hellos),
+            "device": _all_of(hello.device for hello in hellos),
+        }
+        return InfoReply(request_id=request_id, n_workers=len(hellos), **model)
 
     def statuses(self, request_queue: RequestQueue) -> list[TeacherStatus]:
         """Return one entry per teacher, with or without workers."""
         return [
             TeacherStatus(
                 name=name,
-                model_name=first.model_name if first else "",
-                model_path=first.model_path if first else "",
-                model_fingerprint=first.model_fingerprint if first else "",
-                tokenizer_fingerprint=first.tokenizer_fingerprint if first else "",
+                **{field: getattr(first, field) if first else "" for field in _SHOWN},
                 n_queued=request_queue.n_queued_for(name),
                 n_workers=sum(worker.hello.teacher == name for worker in request_queue.workers.values()),
             )

@@ -8,9 +8,8 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from functools import partial
 
-from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
+from teacher_server.cli.ready_file import ReadyFile
 from teacher_server.client.admin import AdminLink
 from teacher_server.config.command import command_parser
 from teacher_server.config.schema import HTTP_OPTIONS, HttpSettings
@@ -71,12 +70,16 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listener(address, settings.port))
         port = listener.getsockname()[1]
-        if settings.ready_file is not None:
-            check_ready_file(settings.ready_file)
-            remove_ready_file(settings.ready_file)
-            stack.callback(remove_ready_file, settings.ready_file)
+        ready_file = ReadyFile(settings.ready_file)
+        ready_file.remove()
+        stack.callback(ready_file.remove)
         log_to_stderr("http", settings.log_format)
-        run(listener, BrokerLink(endpoint, keys), token, partial(_announce, settings, address, port, names))
+
+        def announce() -> None:
+            print(f"ready: http://{address}:{port} teachers={names}", flush=True)
+            ready_file.write({"host": address, "port": port, "pid": os.getpid()})
+
+        run(listener, BrokerLink(endpoint, keys), token, announce)
     return 0
 
 
@@ -101,10 +104,3 @@ def _listener(address: str, port: int) -> socket.socket:
         text = f"cannot listen on http://{address}:{port}: {error.strerror}"
         raise ServerError(f"{text}. Fix: stop the process that uses it, or change --port or --host.") from error
     return listener
-
-
-def _announce(settings: HttpSettings, address: str, port: int, names: str) -> None:
-    """Print the ready line, and write the ready file."""
-    print(f"ready: http://{address}:{port} teachers={names}", flush=True)
-    if settings.ready_file is not None:
-        write_ready_file(settings.ready_file, {"host": address, "port": port, "pid": os.getpid()})

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from teacher_server.broker.broker import Broker
 from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
-from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
+from teacher_server.cli.ready_file import ReadyFile
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.config.command import command_parser, gkd_words
 from teacher_server.config.declare import is_path
@@ -123,8 +123,7 @@ class Server:
         plans = plan_workers(settings, find_gpus(os.environ) if may_need_gpus(settings) else NO_GPUS)
         fingerprints = {teacher.name: _fingerprint(teacher) for teacher in settings.teachers}
         keys = load_server_keys(settings.keys) if settings.keys else None
-        if settings.ready_file is not None:
-            check_ready_file(settings.ready_file)
+        self._ready_file = ReadyFile(settings.ready_file)
         registry = CollectorRegistry()
         endpoint = private_endpoint(stack)
         self._broker = Broker(
@@ -145,9 +144,8 @@ class Server:
             metrics = serve_metrics(settings.metrics_host, settings.metrics_port, self._broker, registry)
             stack.callback(metrics.stop)
             self._metrics_port = metrics.port
-        if settings.ready_file is not None:  # this process owns the port now, so an existing file is out of date
-            remove_ready_file(settings.ready_file)
-            stack.callback(remove_ready_file, settings.ready_file)
+        self._ready_file.remove()  # this process owns the port now, so an existing file is out of date
+        stack.callback(self._ready_file.remove)
         command = WorkerCommand(endpoint, settings.compute_timeout_s, settings.log_format)
         self._supervisor = Supervisor(command, plans, self._broker)
         stack.callback(self._supervisor.stop)
@@ -196,8 +194,6 @@ class Server:
         ready_line = f"ready: tcp://{settings.address}:{broker.port} model={names} n_workers={n_workers}"
         status = status_command(settings.address, broker.port, settings.keys)
         print(f"{ready_line}\nstatus: {status}", flush=True)
-        if settings.ready_file is None:
-            return
         ready: dict[str, Any] = {
             "host": settings.address,
             "port": broker.port,
@@ -209,7 +205,7 @@ class Server:
         }
         if len(teachers) == 1:
             ready["fingerprint"] = teachers[0].model_fingerprint
-        write_ready_file(settings.ready_file, ready)
+        self._ready_file.write(ready)
 
 
 def status_command(address: str, port: int, keys: str | None) -> str:

@@ -176,9 +176,8 @@ class Supervisor:
         root = str(Path(__file__).resolve().parents[2])  # so that a worker finds the package, wherever it was started
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        argv = self._command.argv(plan, name)
         # Send what an engine prints to stderr: stdout is reserved for the ready lines.
-        return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=_STDERR), name
+        return subprocess.Popen(self._command.argv(plan, name), env=env, stdin=subprocess.DEVNULL, stdout=_STDERR), name
 
     def stop(self) -> None:
         """Terminate every worker, and kill those that are still running after about one second."""

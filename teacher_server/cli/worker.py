@@ -105,8 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _name(args: argparse.Namespace) -> str:
-    host = socket.gethostname()
-    name = args.name or f"{host}-{os.getpid()}"
+    name = args.name or f"{socket.gethostname()}-{os.getpid()}"
     if not 1 <= len(name) <= 128 or not name.isprintable():
         raise SettingsError(f"--name {name!r}: not 1 to 128 printable characters.")
     if LOCAL_WORKER_NAME.fullmatch(name) and not args.parent_pid:

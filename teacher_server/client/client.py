@@ -68,6 +68,8 @@ class ClientStats:
 class Client:
     """Own `connection` and the thread that uses it, from construction to `close`. Thread-safe.
 
+    Other threads read single numbers of the connection.
+
     Futures raise TeacherUnavailable if the server sent no reply, or no scores, within the budgets of the connection's
     clock; the client remains usable. They raise another TeacherError if a request was refused, scores are invalid, or
     the client is closed.
@@ -92,7 +94,7 @@ class Client:
         beats_when_idle: bool = False,
     ) -> None:
         self.stats = ClientStats()
-        self._connection = connection
+        self.connection = connection
         self._clock = connection.clock
         self._max_waiting = max_waiting
         self._changed = threading.Condition()  # guards the three attributes below
@@ -131,13 +133,13 @@ class Client:
             was_woken = self._was_woken
             self._was_woken = True
         if not was_woken:  # a wake per request would interrupt the caller as often
-            self._connection.wake()
+            self.connection.wake()
         request.future.add_done_callback(functools.partial(self._on_done, request))
         return request.future
 
     def close(self) -> None:
         """Stop the thread, fail pending requests and close the socket, in bounded time. Idempotent."""
-        self._refuse(f"teacher {self._connection.endpoint}: the client is closed")
+        self._refuse(f"teacher {self.connection.endpoint}: the client is closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=_CLOSE_S)
 
@@ -146,12 +148,12 @@ class Client:
         with self._changed:
             self._closed_because = self._closed_because or reason
             self._changed.notify_all()
-        self._connection.wake()
+        self.connection.wake()
 
     def _on_done(self, request: Request, future: Future[Any]) -> None:
         if future.cancelled():
             self._cancelled.append(request)
-            self._connection.wake()
+            self.connection.wake()
 
     # Numbers that the thread writes; no two of them belong together.
 
@@ -166,19 +168,6 @@ class Client:
         """Return how long a client with pending requests, or `beats_when_idle`, has heard nothing."""
         return self._clock.silent_s if self._pending or self._beats_when_idle else 0.0
 
-    @property
-    def n_workers(self) -> int:
-        return self._connection.n_workers
-
-    @property
-    def n_queued(self) -> int:
-        return self._connection.n_queued
-
-    @property
-    def epoch(self) -> bytes:
-        """Return the id of the server's process; empty before its first heartbeat."""
-        return self._connection.epoch
-
     # The thread
 
     def _run(self) -> None:
@@ -190,17 +179,17 @@ class Client:
             reason = error
             raise
         finally:
-            self._refuse(f"teacher {self._connection.endpoint}: the client's thread failed: {reason!r}")
+            self._refuse(f"teacher {self.connection.endpoint}: the client's thread failed: {reason!r}")
             in_flight = list(self._pending)
             self._fail_all(f"{self._closed_because}; {len(in_flight) + len(self._waiting)} requests were pending")
             if reason is None:
                 for request_id in in_flight:
                     self._send_notice(Cancel(request_id=request_id))
-            self._connection.close()
+            self.connection.close()
 
     def _iterate(self) -> None:
-        events = self._connection.listen(self._timeout_s())
-        self.stats.n_server_restarts = self._connection.n_server_restarts
+        events = self.connection.listen(self._timeout_s())
+        self.stats.n_server_restarts = self.connection.n_server_restarts
         if events.connected:
             self._next_due_s = 0.0
         if events.lost or events.doubtful:
@@ -230,7 +219,7 @@ class Client:
                 continue
             if not self._pending and not self._beats_when_idle:
                 self._clock.restart()
-                self._connection.ping_now()
+                self.connection.ping_now()
             self._pending[request.request_id] = request
             self._n_in_window += request.n_sequences
             self._next_due_s = 0.0
@@ -252,7 +241,7 @@ class Client:
             if request.due_s <= now_s:
                 if request.n_sent and request.needs_new_id(now_s):
                     self._renew_id(request)
-                if not self._connection.send(request.frames):
+                if not self.connection.send(request.frames):
                     self._next_due_s = now_s + POLL_S
                     return
                 self.stats.n_sent += request.n_sequences > 0
@@ -276,7 +265,7 @@ class Client:
 
     def _send_notice(self, header: Cancel | Received) -> None:
         """Send a message without reply; dropped if there is no connection, because a new one restarts all streams."""
-        self._connection.send([requests.encode(header)])
+        self.connection.send([requests.encode(header)])
 
     # Replies
 
@@ -309,7 +298,7 @@ class Client:
             self._finish(request, error=error)
 
     def _note_error(self, error: ErrorReply) -> None:
-        self._connection.trouble = f"{error.code}: {error.text}"
+        self.connection.trouble = f"{error.code}: {error.text}"
         if error.request_id == NO_REQUEST:  # the server could not read a request; it is unknown which one
             for request in self._pending.values():
                 self._schedule_resend(request, _DOUBT_S)
@@ -329,7 +318,7 @@ class Client:
         else:
             of_one = error.code in ("bad_request", "engine") and error.sequence < len(request.names)
             name = request.names[error.sequence] if of_one else request.name
-            problem = f"teacher {self._connection.endpoint} refused the request: {error.code}: {error.text}"
+            problem = f"teacher {self.connection.endpoint} refused the request: {error.code}: {error.text}"
             raise TeacherRefusal(f"{name}: {problem}", error.code, error.text)
 
     def _on_damaged(self, request: Request, problem: str) -> None:
@@ -349,7 +338,7 @@ class Client:
         served = reply.model_fingerprint
         if self._fingerprint and served != self._fingerprint:
             now = f"{reply.model_name} ({served})" if isinstance(reply, InfoReply) else served
-            raise TeacherChanged(f"teacher {self._connection.endpoint} now serves {now}, expected {self._fingerprint}")
+            raise TeacherChanged(f"teacher {self.connection.endpoint} now serves {now}, expected {self._fingerprint}")
         self._fingerprint = served
 
     # Completion
@@ -378,7 +367,7 @@ class Client:
 
     def _outage(self) -> str:
         """Return the text of the error that ends all requests: what happened, and what to do."""
-        connection = self._connection
+        connection = self.connection
         n_sequences = self.n_in_flight
         pending = f"{n_sequences} sequences" if n_sequences else "the teacher's description"
         text = f"{self._clock.problem()} (last message: {self._clock.last_heard}); pending: {pending}."

@@ -289,8 +289,7 @@ class StatusCall(Request):
     """Request the server's status: a `ServerStatus`."""
 
     def __init__(self) -> None:
-        header = StatusRequest(request_id=os.urandom(ID_BYTES))
-        super().__init__(RequestMessage(header, what="the server's status"))
+        super().__init__(RequestMessage(StatusRequest(request_id=os.urandom(ID_BYTES)), what="the server's status"))
 
     def accept(self, reply: ServerMessage, frames: list[Buffer], now_s: float) -> Any:
         if not isinstance(reply, StatusReply):

@@ -225,8 +225,7 @@ def merge(
     except OmegaConfBaseException as error:
         fix = r"name an existing key, or write the value; \${ stands for the characters ${."
         key = str(error.full_key or "config")
-        text = "its interpolation ${...} cannot be resolved."
-        return None, [*problems, Problem(key, "${...}", text, fix)]
+        return None, [*problems, Problem(key, "${...}", "its interpolation ${...} cannot be resolved.", fix)]
     assert isinstance(result, cls)
     return result, problems
 

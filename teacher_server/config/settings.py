@@ -66,8 +66,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
         gpus = teacher.gpus if "gpus" in in_file and "gpus" not in flags else None
         teachers.append(replace(teacher, name=name, model=model, gpus=gpus))
     values = {option.name: getattr(whole, option.name) for option in SERVER_OPTIONS}
-    address = ipv4("--host", whole.host)
-    settings = ServerSettings(teachers=tuple(teachers), gpus=whole.gpus, address=address, **values)
+    settings = ServerSettings(teachers=tuple(teachers), gpus=whole.gpus, address=ipv4("--host", whole.host), **values)
     _check(settings)
     return settings
 

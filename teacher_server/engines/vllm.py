@@ -14,7 +14,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,10 +145,10 @@ class VllmEngine:
         except ServerError:
             raise
         except Exception as error:  # vLLM has code for each model, which may raise any error
-            raise ServerError(
-                f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
-                f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
-            ) from error
+            fix = "try --engine hf."
+            if "memory" in str(error).lower():
+                fix = f"lower --max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens})."
+            raise ServerError(f"model folder {path}: vllm cannot load the model: {error}. Fix: {fix}") from error
         self.device = device
         self.max_tokens = max_tokens
         self.vocab_size = facts.vocab_size
@@ -161,14 +162,10 @@ class VllmEngine:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker, and return the results by rank. Blocks."""
-        from vllm.exceptions import VLLMError
-
         from teacher_server.engines.vllm_extension import Failure
 
-        try:
+        with _engine_errors():
             results = self._engine.collective_rpc(method, args=args)
-        except (AssertionError, VLLMError) as error:  # AssertionError: the executor has lost a worker
-            raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         for result in results:
             if isinstance(result, Failure):
                 raise ArithmeticError(result.text)
@@ -184,11 +181,7 @@ class VllmEngine:
         return [_WorkerStream(self, *handle) for handle in scores]
 
     def _prefill(self, batch: Sequence[TokenSequence]) -> None:
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMError
-        from vllm.sampling_params import RequestOutputKind
-
-        from teacher_server.engines.vllm_extension import ROW_RANGES, row_ranges
+        from teacher_server.engines.vllm_extension import row_ranges
 
         engine = self._engine
         running = set()
@@ -196,28 +189,20 @@ class VllmEngine:
         self._forget_failed()
         self._has_failed = True  # vLLM lists a block as cached when it schedules it, also if the step fails
         try:
-            for sequence in batch:
-                self._serial += 1
-                sampling = SamplingParams(
-                    temperature=0.0,
-                    max_tokens=1,
-                    ignore_eos=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                    extra_args={ROW_RANGES: [list(kept) for kept in row_ranges(sequence, row)]},
-                )
-                ids = sequence.token_ids[:-1].tolist()
-                prompt: Any = {"prompt_token_ids": ids}
-                if sequence.images:
-                    prompt = image_input(engine.renderer, ids, sequence.images)
-                engine.add_request(str(self._serial), prompt, sampling)
-                running.add(str(self._serial))
-                row += sequence.n_rows
-            while running:
-                running -= {output.request_id for output in engine.step() if output.finished}
-            self._has_failed = False
-        except (AssertionError, VLLMError) as error:
-            raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
+            with _engine_errors():
+                for sequence in batch:
+                    self._serial += 1
+                    sampling = _sampling(row_ranges(sequence, row), temperature=0.0, max_tokens=1)
+                    ids = sequence.token_ids[:-1].tolist()
+                    prompt: Any = {"prompt_token_ids": ids}
+                    if sequence.images:
+                        prompt = image_input(engine.renderer, ids, sequence.images)
+                    engine.add_request(str(self._serial), prompt, sampling)
+                    running.add(str(self._serial))
+                    row += sequence.n_rows
+                while running:
+                    running -= {output.request_id for output in engine.step() if output.finished}
+                self._has_failed = False
         finally:
             if running:  # a step failed: remove its requests from the scheduler
                 engine.abort_request(list(running))
@@ -231,46 +216,36 @@ class VllmEngine:
         self, prompts: Sequence[np.ndarray], seeds: Sequence[int], writing: Writing
     ) -> Generator[list[np.ndarray] | None]:
         """See `Writer.generate`. vLLM runs all answers at once, at most `MAX_SEQUENCES` of them in one step."""
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMError
-        from vllm.sampling_params import RequestOutputKind
-
-        from teacher_server.engines.vllm_extension import ROW_RANGES
-
         self._call("teacher_begin", 0)
         self._forget_failed()
         places: dict[str, int] = {}
         answers: dict[int, np.ndarray] = {}
         masked = range(writing.n_vocab, self.vocab_size)
         try:
-            for prompt, seed in zip(prompts, seeds, strict=True):
-                for sample in range(writing.n):
-                    self._serial += 1
-                    sampling = SamplingParams(
-                        temperature=writing.temperature,
-                        top_p=writing.top_p,
-                        max_tokens=writing.max_tokens,
-                        seed=seed + sample,
-                        stop_token_ids=list(writing.stop_ids),
-                        logit_bias=dict.fromkeys(masked, -100.0) or None,
-                        ignore_eos=True,  # the stop ids are used instead
-                        detokenize=False,
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                        extra_args={ROW_RANGES: []},
-                    )
-                    self._engine.add_request(str(self._serial), {"prompt_token_ids": prompt.tolist()}, sampling)
-                    places[str(self._serial)] = len(places)
-            while len(answers) < len(places):
-                self._has_failed = True  # `_prefill` gives the reason
-                outputs = self._engine.step()
-                self._has_failed = False
-                for output in outputs:
-                    if output.finished:
-                        answers[places[output.request_id]] = np.asarray(output.outputs[0].token_ids, np.int32)
-                yield None
-            yield [answers[i] for i in range(len(places))]
-        except (AssertionError, VLLMError) as error:
-            raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
+            with _engine_errors():
+                for prompt, seed in zip(prompts, seeds, strict=True):
+                    for sample in range(writing.n):
+                        self._serial += 1
+                        sampling = _sampling(
+                            [],
+                            temperature=writing.temperature,
+                            top_p=writing.top_p,
+                            max_tokens=writing.max_tokens,
+                            seed=seed + sample,
+                            stop_token_ids=list(writing.stop_ids),  # in place of the model's
+                            logit_bias=dict.fromkeys(masked, -100.0) or None,
+                        )
+                        self._engine.add_request(str(self._serial), {"prompt_token_ids": prompt.tolist()}, sampling)
+                        places[str(self._serial)] = len(places)
+                while len(answers) < len(places):
+                    self._has_failed = True  # `_prefill` gives the reason
+                    outputs = self._engine.step()
+                    self._has_failed = False
+                    for output in outputs:
+                        if output.finished:
+                            answers[places[output.request_id]] = np.asarray(output.outputs[0].token_ids, np.int32)
+                    yield None
+                yield [answers[i] for i in range(len(places))]
         finally:
             unfinished = [request_id for request_id, place in places.items() if place not in answers]
             if unfinished:
@@ -283,6 +258,33 @@ class VllmEngine:
     def close(self) -> None:
         """Shut down the workers. The exit of the process does it too."""
         self._engine.engine_core.shutdown()
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Raise RuntimeError for vLLM's own errors, and for AssertionError: its executor has lost a worker."""
+    from vllm.exceptions import VLLMError
+
+    try:
+        yield
+    except (AssertionError, VLLMError) as error:
+        raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
+
+
+def _sampling(rows: Iterable[Sequence[int]], **settings: Any) -> Any:
+    """Return the parameters of a request whose hidden states are kept in these ranges of rows."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from teacher_server.engines.vllm_extension import ROW_RANGES
+
+    return SamplingParams(
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={ROW_RANGES: [list(kept) for kept in rows]},
+        **settings,
+    )
 
 
 class _WorkerStream:

@@ -84,8 +84,7 @@ def is_child_of_engine() -> bool:
 
 def die_with_engine() -> None:
     """Let the kernel kill this process when the engine's ends: vLLM monitors its parent only after loading."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(1, signal.SIGKILL, 0, 0, 0) != 0:  # 1 is PR_SET_PDEATHSIG
+    if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) != 0:  # 1 is PR_SET_PDEATHSIG
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 

@@ -55,10 +55,9 @@ class App:
         """Return the ASGI application."""
         score = self._score
         get = ["GET"]
-        post = ["POST"]
         return Starlette(
             routes=[
-                *(Route(path, score, methods=post) for path in _DIALECTS),
+                *(Route(path, score, methods=["POST"]) for path in _DIALECTS),
                 Route("/v1/models", self._models, methods=get),
                 *(Route(path, self._health, methods=get) for path in _ALIVE),
             ],

@@ -67,7 +67,7 @@ class BrokerLink:
     @property
     def epoch(self) -> bytes:
         """Return the id of the broker's process; empty before its first heartbeat."""
-        return self._client.epoch
+        return self._client.connection.epoch
 
     @property
     def is_alive(self) -> bool:

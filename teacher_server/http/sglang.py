@@ -27,24 +27,10 @@ from teacher_server.http.question import (
 )
 from teacher_server.wire.table import TopKTable
 
-# What is generated, other models, and images.
-_REFUSED = ("stream", "token_ids_logprob", "lora_path", "image_data", "video_data", "audio_data", "input_embeds")
 
+class _Refused(msgspec.Struct):
+    """Refuse what is generated, other models, and images."""
 
-class _Sampling(msgspec.Struct):
-    max_new_tokens: int | None = None
-    n: int | None = None
-
-
-class _Generate(msgspec.Struct):
-    input_ids: list[TokenId | list[TokenId]] | None = None
-    text: str | list[str] = ""
-    model: str | None = None
-    sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    # Refused:
     stream: bool | None = None
     token_ids_logprob: object = None
     lora_path: object = None
@@ -54,13 +40,28 @@ class _Generate(msgspec.Struct):
     input_embeds: object = None
 
 
+class _Sampling(msgspec.Struct):
+    max_new_tokens: int | None = None
+    n: int | None = None
+
+
+class _Generate(_Refused):
+    input_ids: list[TokenId | list[TokenId]] | None = None
+    text: str | list[str] = ""
+    model: str | None = None
+    sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+
+
 _decoder = msgspec.json.Decoder(_Generate)
 
 
 def _read(body: bytes) -> Question:
     asked = _decoder.decode(body)
     sequences = sequences_of("input_ids", asked.text if asked.input_ids is None else asked.input_ids)
-    refused = {"n": asked.sampling_params.n, **{name: getattr(asked, name) for name in _REFUSED}}
+    refused = {"n": asked.sampling_params.n, **{name: getattr(asked, name) for name in _Refused.__struct_fields__}}
     check_generation("max_new_tokens", asked.sampling_params.max_new_tokens, refused)
     if not asked.return_logprob:
         raise Refusal(400, "return_logprob = false: this server returns nothing else. Fix: return_logprob = true.")

@@ -28,11 +28,6 @@ from teacher_server.http.question import (
 )
 from teacher_server.wire.table import TopKTable
 
-# Other tokens than the prompt's, images, and what is generated.
-_REFUSED = (
-    *("n", "stream", "echo", "logprobs", "logprob_token_ids", "prompt_logprob_token_ids"),
-    *("truncate_prompt_tokens", "prompt_embeds", "features", "content_parts"),
-)
 _ERRORS = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 
 
@@ -42,11 +37,9 @@ class _Entry(msgspec.Struct):
     decoded_token: None = None
 
 
-class _Sampling(msgspec.Struct):
-    max_tokens: int | None = None
-    temperature: float | None = None  # 0 and null: 1
-    prompt_logprobs: int | None = None  # K
-    # Refused:
+class _Refused(msgspec.Struct):
+    """Refuse other tokens than the prompt's, images, and what is generated."""
+
     n: int | None = None
     stream: bool | None = None
     echo: bool | None = None
@@ -57,6 +50,12 @@ class _Sampling(msgspec.Struct):
     prompt_embeds: object = None
     features: object = None
     content_parts: object = None
+
+
+class _Sampling(_Refused):
+    max_tokens: int | None = None
+    temperature: float | None = None  # 0 and null: 1
+    prompt_logprobs: int | None = None  # K
 
 
 class _Completions(_Sampling, kw_only=True):
@@ -114,7 +113,7 @@ def _read_generate(body: bytes) -> Question:
 
 
 def _wanted(ids: np.ndarray, asked: _Sampling) -> Wanted:
-    refused = {name: getattr(asked, name) for name in _REFUSED}
+    refused = {name: getattr(asked, name) for name in _Refused.__struct_fields__}
     check_generation("max_tokens", asked.max_tokens, refused)
     if asked.prompt_logprobs is None:
         raise Refusal(400, "prompt_logprobs is missing: this server returns nothing else. Fix: prompt_logprobs = K.")

@@ -420,10 +420,9 @@ class ErrorReply(Header, tag="error", omit_defaults=True):
         check_seconds(retry_after_s=self.retry_after_s)
 
 
-class InfoReply(Header, tag="info", omit_defaults=True):
-    """Description of a teacher. The fingerprints are empty if the model folder has no tokenizer or no chat template."""
+class ModelHeader(Header, kw_only=True):
+    """Description of a teacher's model. Fingerprints are empty if its folder has no tokenizer or no chat template."""
 
-    request_id: Id
     teacher: Name
     model_name: Name
     model_path: Text
@@ -432,14 +431,20 @@ class InfoReply(Header, tag="info", omit_defaults=True):
     vocab_size: Count  # rows of the LM head, which may be more than the tokenizer has tokens
     hidden_size: Count
     max_tokens: Count  # longest P + R
-    n_workers: Count
-    n_streams: Count  # sequences in flight that keep all its workers busy
+    n_streams: Count  # sequences in flight that keep its worker busy, or all of them
     engine: Name
     device: Name
     dtype: Name
     template_fingerprint: Name = ""
     template_example: Text = ""  # see `fingerprint.template_example`; empty: unknown, or longer than a `Text`
     image_probe: Probe = []  # see `vision.processor.ImageProcessor.probe`; empty: it takes no images
+
+
+class InfoReply(ModelHeader, tag="info", kw_only=True, omit_defaults=True):
+    """Description of a teacher."""
+
+    request_id: Id
+    n_workers: Count
 
 
 class StatusReply(Header, tag="status"):

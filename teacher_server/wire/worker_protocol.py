@@ -25,8 +25,8 @@ from teacher_server.wire.protocol import (
     Count,
     Header,
     Id,
+    ModelHeader,
     Name,
-    Probe,
     ScoreRequest,
     Text,
     check_seconds,
@@ -37,33 +37,18 @@ from teacher_server.wire.status import Gpu
 LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # reserved for the workers that a server starts
 
 
-class WorkerHello(Header, tag="hello"):
+class WorkerHello(ModelHeader, tag="hello", kw_only=True):
     """Registration and heartbeat of worker `name`. It accepts up to `credit_tokens` of unfinished requests.
 
     Credit is counted in tokens that its engine computes: `computed_tokens`.
     """
 
     name: Name
-    teacher: Name
     host: Name
     pid: Count
-    model_name: Name
-    model_path: Text
-    model_fingerprint: Name
-    tokenizer_fingerprint: Name
-    vocab_size: Count
-    hidden_size: Count
-    max_tokens: Count
-    engine: Name
-    device: Name
-    dtype: Name
     gpus: Annotated[list[Gpu], msgspec.Meta(max_length=64)]
     credit_tokens: Count
-    n_streams: Count  # sequences in flight that keep it busy
     prefix_block: Count = 0  # `Engine.prefix_block`; 0: its engine computes each sequence as a whole
-    template_fingerprint: Name = ""
-    template_example: Text = ""
-    image_probe: Probe = []
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
     cuda_visible_devices: Text | None = None  # variable of the worker's process; None = unset
     leaving: bool = False  # assign no more requests, and dismiss the worker when it has finished

@@ -58,8 +58,7 @@ class WorkItem:
 
     def __post_init__(self) -> None:
         ids = as_frame(self.sequence.token_ids[: self.sequence.prompt_length])
-        digest = prompt_digest(ids, [image.digest for image in self.sequence.images])
-        object.__setattr__(self, "prompt", digest)
+        object.__setattr__(self, "prompt", prompt_digest(ids, [image.digest for image in self.sequence.images]))
 
     @property
     def n_tokens(self) -> int:
@@ -179,8 +178,7 @@ class Worker:
             end = self._take_events(busy=bool(self._waiting or self._generations) or may_send)
             self._send_streams()
             if end is None and self._waiting:
-                batch = take_batch(self._waiting, self._max_batch_tokens, self._prefix_block, pads=self._pads)
-                self._score(batch)
+                self._score(take_batch(self._waiting, self._max_batch_tokens, self._prefix_block, pads=self._pads))
             elif end is None and self._generations:
                 end = self._generate(self._generations.pop(0))
             if end is not None:

@@ -11,6 +11,7 @@ import torch
 
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec
+from gkd.data.scatter import map_selected
 from tests.device import host, rank_device
 from tests.dist.frozen_cases import CUT, frozen_weights, sequences
 from tests.dist.helpers import caught
@@ -53,7 +54,9 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
 
     chunks = [sequences(), sequences()[-3:]]
     sequence_indices = [np.array(indices, "<i4").tobytes() for indices in INDICES[rank]]
-    out: dict[str, Any] = {"scores": {k: teacher(*s).score(sequence_indices, chunks) for k, s in SETTINGS.items()}}
+    out: dict[str, Any] = {
+        "scores": {k: map_selected(sequence_indices, chunks, teacher(*s).score) for k, s in SETTINGS.items()}
+    }
     out["head"] = _head(student)
     follower = teacher("teacher.update_interval=2", "teacher.signal=hidden")
     before = weights(follower)

@@ -50,7 +50,7 @@ class Pair:
         self.models = FrozenModels(config, self.student, rank_device(), f"rank {rank}")
         self.models.init_teacher()
         self.models.init_reference()
-        self.frozen = [model for model in (self.models._teacher.model, self.models._reference) if model is not None]
+        self.frozen = [model for model in (self.models.teacher.model, self.models._reference) if model is not None]
 
     def step(self, number: int) -> None:
         """End a training step; its new weights do not matter here."""

@@ -19,6 +19,7 @@ from gkd.rollout.engine.worker import RolloutWorker
 from gkd.run.open import open_run_folder
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.start import launcher
+from gkd.text.comparison import Comparison
 from tests.processes import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
@@ -82,7 +83,7 @@ def test_both_pools_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
     settings += ["teacher.backend=local", "teacher.path=t"]
     config = load_config(None, settings)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
-    plan = Plan("cpu", [1], [], [], (TEACHER,), 9, 1, config, [], folder)
+    plan = Plan("cpu", [1], [], [], (TEACHER,), Comparison(9), 1, config, [], folder)
     for name, worker in (("ActorWorker", Rank), ("RolloutWorker", Engine)):
         monkeypatch.setattr(launcher, name, worker)
     with pytest.raises(Met), launcher.started_roles(plan):

@@ -37,6 +37,7 @@ from tests.dist.megatron_reference import (
 )
 from tests.dist.student_cases import grads_of, step_in_parts
 
+pytestmark = pytest.mark.dist
 N_STEPS = 20
 N_STEPS_SHORT = 5
 N_BATCHES = 2  # used in turn, so that the curve goes down
@@ -223,7 +224,6 @@ def _max_diff(losses: list[float], expected: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
-@pytest.mark.dist
 def test_short_curves(tmp_path: Path) -> None:
     """Fails if packing, sequence parallelism, selective recompute or the interleaved pipeline changes a gradient."""
     _references(tmp_path, N_STEPS_SHORT, {case.kind for case in SHORT.values()})
@@ -241,7 +241,6 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return root, _run(root, list(CASES), N_STEPS, timeout_s=1500.0)
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [name for name in SHORT | LONG if CASES[name].dtype == torch.float32])
@@ -251,7 +250,6 @@ def test_curve(curves: Any, name: str) -> None:
     _check_float32(root, name, measured[name])
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_bfloat16_curves(curves: Any) -> None:
@@ -269,7 +267,6 @@ def test_bfloat16_curves(curves: Any) -> None:
             assert _max_diff(r["losses"], expected) <= BFLOAT16_BOUND, name
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mistake", MISTAKES)

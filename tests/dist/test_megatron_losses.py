@@ -26,6 +26,7 @@ from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches, read_model
 from tests.dist.student_cases import as_numpy, grads_of
 
+pytestmark = pytest.mark.dist
 KINDS = ("qwen3", "qwen2_tied")
 SIGNALS: tuple[Signal, ...] = ("topk", "hidden")
 LAYOUTS = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "tp2_pp2": (4, 2, 2)}  # name -> (world size, tp, pp)
@@ -170,7 +171,6 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[in
     return root, functools.cache(lambda size: run_ranks(_world, size, root, timeout_s=150.0))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("signal", SIGNALS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,7 +189,6 @@ def test_gradients_are_those_of_plain_training(worlds: Any, kind: str, signal: S
                 assert off <= 1e-5, (name, key, off)
 
 
-@pytest.mark.dist
 def test_sequence_parallel(worlds: Any) -> None:
     """Fails if the gradient of hidden states split over the sequence is summed twice, or not at all."""
     for _, off in worlds[1](2):

@@ -30,6 +30,7 @@ from tests.dist.resume_cases import (
     whole_state,
 )
 
+pytestmark = pytest.mark.dist
 # Tied embeddings give pp2 a second copy of the matrix; qwen3 has norms on queries and keys.
 QUICK = [
     Case("qwen2_tied", "tp2sp"),
@@ -165,7 +166,6 @@ def _check_moved(root: Path, case: Case, layout: str, saved: list[Any], moved: l
     return diff
 
 
-@pytest.mark.dist
 def test_resume_is_exact(world: tuple[Path, list[Any]]) -> None:
     """Fails if a resume is not bit-exact: weights, optimizer state, learning rate or a generator.
 
@@ -174,7 +174,6 @@ def test_resume_is_exact(world: tuple[Path, list[Any]]) -> None:
     _check_resume([saved for saved, _, _ in world[1]])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("case", "layout"), QUICK_PAIRS, ids=str)
 def test_resume_in_another_layout(world: tuple[Path, list[Any]], case: Case, layout: str) -> None:
     """Fails if weights or moments are not bit-exact in another layout, or training continues differently."""
@@ -182,7 +181,6 @@ def test_resume_in_another_layout(world: tuple[Path, list[Any]], case: Case, lay
     _check_moved(root, case, layout, [saved for saved, _, _ in ranks], [moved for _, moved, _ in ranks])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("old_tp", "tp"), [(1, 2), (2, 1), (2, 4), (12, 4), (4, 6), (3, 2), (4, 12)])
 def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: int) -> None:
     """Fails if a part is assembled from the wrong old parts, for any ratio of sizes and any range of a DP rank.
@@ -232,7 +230,6 @@ def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: 
                     assert torch.equal(values, wanted[start:stop]), (entry.param, rank)
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2_tied"])
@@ -256,7 +253,6 @@ def test_resume_between_all_pairs_of_layouts(tmp_path: Path, kind: str) -> None:
     print(f"{kind}: {len(moved)} pairs, largest loss difference {worst:.1e}")
 
 
-@pytest.mark.dist
 def test_saved_folder_is_the_model(world: tuple[Path, list[Any]]) -> None:
     """Fails if the folder saved from any layout does not load as the same HF model, with tokenizer and configs."""
     from transformers import AutoModelForCausalLM
@@ -274,7 +270,6 @@ def test_saved_folder_is_the_model(world: tuple[Path, list[Any]]) -> None:
     assert not list(root.glob("*.partial"))
 
 
-@pytest.mark.dist
 def test_errors(world: tuple[Path, list[Any]]) -> None:
     """Fails if a bad input is trained on, changes the weights, has no clear error, or breaks later steps."""
     for _, _, result in world[1]:

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 from gkd.config.load import load_config
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.errors import ConfigError
-from gkd.preflight.generation import check_generation
+from gkd.preflight.dataset import check_generation
+from gkd.tools import generate
 from tests.e2e.conftest import EOS, Lab
 from tests.processes import wait_until
 from tests.service.harness import ServerProcess
@@ -23,6 +24,7 @@ from tests.unit.judging_functions import checksum
 
 pytestmark = pytest.mark.e2e
 N = 64  # answers to each prompt: 4 prompts a request
+Run = Callable[[list[str]], tuple[int, str]]
 STOP_IDS = list(range(2, 202))  # so that some answers of a random model end
 
 
@@ -42,12 +44,20 @@ def settings(lab: Lab, port: int, *words: str) -> list[str]:
 def command(lab: Lab, port: int, out: Path, *words: str) -> list[str]:
     data = lab.root / "twelve.jsonl"
     data.write_text("".join(lab.train.read_text().splitlines(keepends=True)[:12]))
-    tool = [sys.executable, "-m", "gkd.cli", "generate", "--data", str(data), "--out", str(out)]
-    return [*tool, *settings(lab, port), *words]
+    return ["--data", str(data), "--out", str(out), *settings(lab, port), *words]
 
 
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+@pytest.fixture
+def run(gkd_log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return what runs the tool in this process, and returns its exit code, and what it logs and prints."""
+    monkeypatch.setattr(generate.interrupts, "install", lambda: None)
+
+    def run(words: list[str]) -> tuple[int, str]:
+        gkd_log.clear()
+        code = generate.main(words)
+        return code, gkd_log.text + capsys.readouterr().err
+
+    return run
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -59,13 +69,13 @@ def sources_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("response")} for row in rows]
 
 
-def test_answers_go_on_after_an_interruption(lab: Lab, writer_port: int, tmp_path: Path) -> None:
+def test_answers_go_on_after_an_interruption(lab: Lab, writer_port: int, tmp_path: Path, run: Run) -> None:
     """Fails if an interruption or a cut line loses, repeats or changes answers, or leaves a traceback; if answers of
     other settings come into the file; or if the file is read with other ids than the teacher wrote.
     """
     out = tmp_path / "answers.jsonl"
     words = command(lab, writer_port, out, "-n", str(N))
-    running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen([sys.executable, "-m", "gkd.cli", "generate", *words], stderr=subprocess.PIPE, text=True)
     wait_until(lambda: (out.exists() and out.stat().st_size > 0) or running.poll() is not None, 120.0, "answers")
     running.send_signal(signal.SIGINT)
     _, text = running.communicate(timeout=60)
@@ -74,8 +84,8 @@ def test_answers_go_on_after_an_interruption(lab: Lab, writer_port: int, tmp_pat
     assert 0 < kept.count(b"\n") < 12 * N
     out.write_bytes(kept + b'{"prompt": "w5')  # as a kill in the middle of a line leaves it
 
-    done = run(words)
-    assert done.returncode == 0 and "answered" in done.stderr, done.stderr[-3000:]
+    code, text = run(words)
+    assert code == 0 and "answered" in text, text[-3000:]
     assert out.read_bytes().startswith(kept)
     rows = rows_of(out)
     prompts = sources_of(rows_of(lab.root / "twelve.jsonl"))
@@ -84,10 +94,12 @@ def test_answers_go_on_after_an_interruption(lab: Lab, writer_port: int, tmp_pat
     assert 11 * N < len(rows) <= 12 * N  # without those that have an end alone
     assert len({row["response"] for row in rows}) > 11 * N
 
-    again = run(words)
-    assert again.returncode == 0 and "0 of 12 prompts are to answer" in again.stderr and rows_of(out) == rows
-    other = run([*words, "--top-p", "0.5"])
-    assert other.returncode == 2 and "--top-p = 1.0, not 0.5" in other.stderr and rows_of(out) == rows
+    for more, expected, line in (
+        ((), 0, "0 of 12 prompts are to answer"),
+        (("--top-p", "0.5"), 2, "--top-p = 1.0, not 0.5"),
+    ):
+        code, text = run([*words, *more])
+        assert code == expected and line in text and rows_of(out) == rows
 
     config = load_config(None, settings(lab, writer_port, f"data.train_files=[{out}]"))
     tokenizer = load_tokenizer(str(lab.student), "model.path")
@@ -100,14 +112,14 @@ def test_answers_go_on_after_an_interruption(lab: Lab, writer_port: int, tmp_pat
     assert ends == {True, False}, "some answers end, and others are cut off without an end token"
 
 
-def test_only_judged_answers_are_kept(lab: Lab, writer_port: int, tmp_path: Path) -> None:
+def test_only_judged_answers_are_kept(lab: Lab, writer_port: int, tmp_path: Path, run: Run) -> None:
     """Fails if --keep keeps what its function refuses, or loses what it keeps; or if an answer depends on it."""
     every = tmp_path / "every.jsonl"
     judged = tmp_path / "judged.jsonl"
     function = "tests.unit.judging_functions:checksum"
     for out, more in ((every, ()), (judged, ("--keep", function))):
-        done = run(command(lab, writer_port, out, "-n", "4", *more))
-        assert done.returncode == 0, done.stderr[-3000:]
+        code, text = run(command(lab, writer_port, out, "-n", "4", *more))
+        assert code == 0, text[-3000:]
     texts = [" ".join(f"w{i}" for i in row["response_ids"] if i != EOS) for row in rows_of(every)]
     pairs = zip(rows_of(every), texts, strict=True)
     expected = [row for row, text in pairs if checksum(row["prompt"], text, row) >= 0.5]
@@ -115,19 +127,19 @@ def test_only_judged_answers_are_kept(lab: Lab, writer_port: int, tmp_path: Path
     assert rows_of(judged) == expected
 
 
-def test_what_writes_no_answers_is_refused(lab: Lab, teacher_port: int, tmp_path: Path) -> None:
+def test_what_writes_no_answers_is_refused(lab: Lab, teacher_port: int, tmp_path: Path, run: Run) -> None:
     """Fails if a command waits for answers that never come, or writes into a file of something else."""
     out = tmp_path / "answers.jsonl"
-    done = run(command(lab, teacher_port, out))
-    assert done.returncode == 1 and "--engine vllm" in done.stderr and not out.read_bytes(), done.stderr[-3000:]
+    code, text = run(command(lab, teacher_port, out))
+    assert code == 1 and "--engine vllm" in text and not out.read_bytes(), text[-3000:]
     for more, key in (("teacher.backend=local", "teacher.backend"), ("data.response_key=''", "data.response_key")):
         with pytest.raises(ConfigError) as caught:
             check_generation(load_config(None, settings(lab, teacher_port, more)))
         assert caught.value.key == key
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text('{"prompt": "w5"}\n')
-    done = run(command(lab, teacher_port, foreign))
-    assert done.returncode == 2 and "--out" in done.stderr and foreign.read_text() == '{"prompt": "w5"}\n'
+    code, text = run(command(lab, teacher_port, foreign))
+    assert code == 2 and "--out" in text and foreign.read_text() == '{"prompt": "w5"}\n'
 
 
 @pytest.mark.parametrize(

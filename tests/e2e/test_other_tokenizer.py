@@ -177,7 +177,7 @@ def test_an_http_teacher_scores_the_same_tokens(writers: Lab, writer_port: int) 
             ids.append(np.array([tokenizer.convert_tokens_to_ids("<|call|>")], np.int32))  # nothing has a pair
             asked = np.array(theirs.encode("[user] x"), np.int32)
             rollouts = [replace(as_rollout(text), response_ids=text, teacher_ids=asked) for text in ids]
-            endpoint = ScoringEndpoint(config, len(pair.teacher), [info.fingerprint], [Window(4, 1)], pair=pair)
+            endpoint = ScoringEndpoint(config, pair, [info.fingerprint], [Window(4, 1)])
             found.append((pair, list(endpoint.score(rollouts)[0])))
     (pair, scores), (other_pair, others) = found
     assert (pair.teacher, pair.student) == (other_pair.teacher, other_pair.student)

@@ -13,9 +13,10 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.preflight.dataset import check_scoring
 from gkd.preflight.run import preflight
-from gkd.preflight.scoring import check_scoring
 from gkd.scoring.teacher.store import SUFFIX
+from gkd.tools import score
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import Lab, _words
 from tests.e2e.exactness import steps_of
@@ -61,7 +62,13 @@ def test_a_scored_dataset_trains_without_a_teacher(
     assert one == other
 
 
-def test_an_interrupted_scoring_goes_on(lab: Lab, teacher_port: int, tmp_path: Path) -> None:
+def test_an_interrupted_scoring_goes_on(
+    lab: Lab,
+    teacher_port: int,
+    tmp_path: Path,
+    gkd_log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Fails if Ctrl-C loses what is scored, ends with a traceback, or the next start asks for it again; if a damaged
     record is not replaced; or if a run begins without a teacher although it needs one, or does not although it has all
     scores.
@@ -83,11 +90,12 @@ def test_an_interrupted_scoring_goes_on(lab: Lab, teacher_port: int, tmp_path: P
     with file.open("r+b") as opened:
         opened.seek(500)
         opened.write(b"\0" * 8)
+    monkeypatch.setattr(score.interrupts, "install", lambda: None)
     for expected in (range(2, 1200), range(1)):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        n_left = int(done.stderr.partition(" of 1201 responses are to score")[0].split()[-1])
-        assert n_left in expected, done.stderr[-3000:]
+        gkd_log.clear()
+        assert score.main(command[len(SCORE) :]) == 0
+        n_left = int(gkd_log.text.partition(" of 1201 responses are to score")[0].split()[-1])
+        assert n_left in expected, gkd_log.text[-3000:]
 
     run = [*command[len(SCORE) + 2 :], f"teacher.server_port={free_port()}", f"trainer.run_dir={tmp_path / 'run'}"]
     with pytest.raises(TeacherUnavailable):  # another address may have another teacher

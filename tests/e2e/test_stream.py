@@ -19,19 +19,24 @@ SETTINGS = (
     "trainer.save_every=1",
     "trainer.resume=auto",
     "distill.support=union",  # so that responses in flight take the student's ids along
-    "teacher.prompt_template=w3 w5 {prompt}",
     "data.max_teacher_prompt_length=14",
 )
 # Bound -> other settings. With a bound of 2 responses have finished at every save; with rewards batches are whole. With
 # a bound of 1 and an engine that takes as long as the actor, about eight of the 20 batches have parts.
-CASES = {2: (*TWO_ROUTES, *REWARDS), 1: ("rollout.max_num_seqs=2",)}
+CASES = {
+    2: (
+        *(*TWO_ROUTES, *REWARDS, "teacher.prompt_function=tests.unit.group_functions:shortest"),
+        "distill.response_weight=tests.unit.group_functions:pass_rate",
+    ),
+    1: ("rollout.max_num_seqs=2", "teacher.prompt_template=w3 w5 {prompt}"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", CASES)
 def test_a_killed_stream_loses_no_prompt_and_can_be_replayed(lab: Lab, teacher_port: int, bound: int) -> None:
-    """If it fails, a resumed stream loses or repeats prompts, or a run with rewards and prompts of the teacher's own or
-    with batches in parts cannot be replayed exactly.
+    """If it fails, a resumed stream loses or repeats prompts, or a run with functions of rewards, prompts, weights, or
+    with batches in parts, cannot be replayed exactly.
     """
     settings = (*SETTINGS, *CASES[bound], f"trainer.max_staleness={bound}")
     runs = Runs(lab, teacher_port, lab.root / f"stream_{bound}_logs", settings)

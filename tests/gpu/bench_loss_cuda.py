@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gkd.loss.row_kernels import RowKernels, TorchRows
+from gkd.loss.row_kernels import RowGradient, RowKernels, TorchRows
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.timing import median_ms
@@ -34,16 +33,16 @@ def passes_ms(kernels: RowKernels, logits: Tensor, rounds: int) -> tuple[float, 
     """Return the time of each pass. The second overwrites the logits, but no branch depends on their values."""
     n, device = len(logits), logits.device
     log_normalizer, _ = kernels.statistics(logits, 1.0)
-    arguments: dict[str, Any] = {
-        "columns": torch.randint(0, logits.shape[1], (n, TOP_K), device=device),
-        "column_grad": torch.randn(n, TOP_K, device=device) / n,
-        "row_grad": torch.full((n,), 1.0 / n, device=device),
-        "log_normalizer": log_normalizer,
-        "temperature": 1.0,
-    }
+    by = RowGradient(
+        columns=torch.randint(0, logits.shape[1], (n, TOP_K), device=device),
+        column_grad=torch.randn(n, TOP_K, device=device) / n,
+        row_grad=torch.full((n,), 1.0 / n, device=device),
+        log_normalizer=log_normalizer,
+        temperature=1.0,
+    )
     return (
         median_ms(lambda: kernels.statistics(logits, 1.0), rounds, device=device.type),
-        median_ms(lambda: kernels.write_gradient(logits, logits, **arguments), rounds, device=device.type),
+        median_ms(lambda: kernels.write_gradient(logits, logits, by), rounds, device=device.type),
     )
 
 

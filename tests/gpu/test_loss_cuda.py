@@ -45,6 +45,7 @@ def test_statistics_on_cuda_equal_float64(dtype: torch.dtype, temperature: float
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=TRUNCATED)])
 def test_gradient_on_cuda_equals_float64(dtype: torch.dtype, n_ids: int, in_place: bool) -> None:
     """Fails if a thread overwrites a logit before another reads it, or a value at an id after it was stored."""
+    from gkd.loss.row_kernels import RowGradient
     from gkd.loss.triton_rows import TritonRows
 
     temperature, logits = 0.9, make_logits(dtype)
@@ -57,21 +58,14 @@ def test_gradient_on_cuda_equals_float64(dtype: torch.dtype, n_ids: int, in_plac
     added = column_grad.double().masked_fill(columns < 0, 0.0)
     expected = expected.scatter_add(1, columns.clamp(min=0), added) / temperature
     out = logits if in_place else torch.empty_like(logits)
-    TritonRows().write_gradient(
-        logits,
-        out,
-        columns=columns,
-        column_grad=column_grad,
-        row_grad=row_grad,
-        log_normalizer=log_normalizer,
-        temperature=temperature,
-    )
+    TritonRows().write_gradient(logits, out, RowGradient(columns, column_grad, row_grad, log_normalizer, temperature))
     # Half a unit in the last place: one rounding, to nearest.
     assert_close(out.double(), expected, atol=2e-6, rtol=0.5 * torch.finfo(dtype).eps + 2e-5)
 
 
 def test_rows_beyond_32_bits_on_cuda() -> None:
     """Fails if row offsets are 32-bit: 8192 rows of 300,000 columns have more than 2^31 elements."""
+    from gkd.loss.row_kernels import RowGradient
     from gkd.loss.triton_rows import TritonRows
 
     rows = 2**31 // V + 3
@@ -84,7 +78,8 @@ def test_rows_beyond_32_bits_on_cuda() -> None:
     ids = {"columns": torch.full((rows, 1), -1, device="cuda"), "column_grad": torch.zeros(rows, 1, device="cuda")}
     expected = -(logits[-1].double() - log_sum[-1].double()).exp()
     ones = torch.ones(rows, device="cuda")
-    TritonRows().write_gradient(logits, logits, **ids, row_grad=ones, log_normalizer=log_sum, temperature=1.0)
+    by = RowGradient(**ids, row_grad=ones, log_normalizer=log_sum, temperature=1.0)
+    TritonRows().write_gradient(logits, logits, by)
     assert_close(logits[-1].double(), expected, atol=1e-12, rtol=0.5 * 2**-7 + 2e-5)
 
 

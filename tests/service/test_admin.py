@@ -23,7 +23,7 @@ from teacher_server.__main__ import main
 from teacher_server.cli.serve import status_command
 from tests.processes import is_alive, wait_until
 from tests.refusals import refuses
-from tests.service.commands import address, n_scored, run, sent_requests
+from tests.service.commands import address, n_scored, run, sent_requests, wait_for_requests
 from tests.service.engine_host import save_engine_model
 from tests.service.harness import TRIVIAL, ServerProcess, command, connect, trivial_model
 
@@ -161,11 +161,13 @@ def test_errors_distinguish_a_refused_key_from_a_hung_server(server: ServerProce
     assert "'w9.9'" in run("drain", *address(server), "--worker", "w9.9", code=2).stderr
 
 
+PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")
+
+
 def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
     """Fails if a drained worker loses requests or is restarted, or if a drain drops queued requests."""
     model = trivial_model(tmp_path / "model")
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with ServerProcess(model, tmp_path, n_workers=2, options=options) as server:
+    with ServerProcess(model, tmp_path, n_workers=2, options=PATIENT) as server:
         run("drain", *address(server), "--worker", "w0.0", "--wait")
         status = json.loads(run("status", *address(server), "--json").stdout)
         assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
@@ -173,7 +175,8 @@ def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
         wait_until(lambda: not is_alive(drained), 30.0, "exit of the drained worker")
         os.kill(running, signal.SIGSTOP)  # keeps its requests unfinished
         with sent_requests(server.port, 5) as dealer:
-            wait_until(lambda: "5 requests" in run("drain", *address(server)).stdout, 30.0, "arrival of five requests")
+            wait_for_requests(server, 5)
+            assert "5 requests" in run("drain", *address(server)).stdout
             waiting = subprocess.Popen(command("drain", *address(server), "--wait"), stdout=subprocess.PIPE, text=True)
             with sent_requests(server.port, 1) as late:
                 assert n_scored(late, 1) == 0, "a draining server must refuse new requests"
@@ -188,13 +191,12 @@ def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
 
 def test_a_worker_that_crashes_while_it_is_drained(tmp_path: Path) -> None:
     """Fails if the copy that was to leave its GPU is started again there, or its loss is reported as its exit."""
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, n_workers=2, options=options) as server:
+    with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, n_workers=2, options=PATIENT) as server:
         for pid in server.worker_pids:
             os.kill(pid, signal.SIGSTOP)  # keeps its requests unfinished
         with sent_requests(server.port, 6) as dealer:
             drain = ("drain", *address(server), "--worker", "w0.0")
-            wait_until(lambda: "3 requests" in run(*drain).stdout, 30.0, "arrival of the requests")
+            wait_for_requests(server, 6)
             waiting = subprocess.Popen(command(*drain, "--wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             assert waiting.stdout is not None and b"3 requests" in waiting.stdout.readline()
             os.kill(server.worker_pids[0], signal.SIGKILL)
@@ -224,19 +226,23 @@ def test_large_batches_ask_for_more_sequences(tmp_path: Path) -> None:
         assert client.info().n_streams * 256 >= 2 * 32768
 
 
-def test_drain_reports_a_server_that_died(tmp_path: Path) -> None:
-    """Fails if `drain --wait` reports a crash as a finished drain."""
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
+def test_drain_does_not_report_a_silent_or_dead_server_as_drained(tmp_path: Path) -> None:
+    """Fails if `drain --wait` reports a crash as a finished drain, or returns 0 while the server still has requests."""
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=PATIENT) as server:
         os.kill(server.worker_pids[0], signal.SIGSTOP)
         with sent_requests(server.port, 2):
-            wait_until(lambda: "2 requests" in run("drain", *address(server)).stdout, 30.0, "arrival of two requests")
-            waiting = subprocess.Popen(
-                command("drain", *address(server), "--wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            assert waiting.stdout is not None and waiting.stdout.readline()
-            server.process.kill()
-            assert "2 requests" in waiting.communicate(timeout=30)[1] and waiting.returncode == 1
+            wait_for_requests(server, 2)
+            # The time-out is longer than the interval of other sockets' heartbeats.
+            for number, code, named in ((signal.SIGSTOP, 2, "4 s"), (signal.SIGKILL, 1, "2 requests")):
+                words = command("drain", *address(server), "--wait", "--timeout", "4")
+                waiting = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                assert waiting.stdout is not None and waiting.stdout.readline()
+                server.process.send_signal(number)
+                try:
+                    error = waiting.communicate(timeout=30)[1]
+                finally:
+                    server.process.send_signal(signal.SIGCONT)
+                assert waiting.returncode == code and "2 requests" in error and named in error
 
 
 def test_a_keyed_server_refuses_a_client_without_keys_and_prints_the_right_command(tmp_path: Path) -> None:
@@ -261,26 +267,6 @@ def test_the_status_command_replaces_the_wildcard_address_and_a_missing_bundle(t
     words = shlex.split(status_command("0.0.0.0", 15777, str(tmp_path)))
     assert words[1:] == ["teacher", "status", "--server", "127.0.0.1:15777", "--keys", str(tmp_path / "bundles/NAME")]
     assert "--keys" not in status_command("10.0.0.5", 15777, None)
-
-
-def test_drain_does_not_report_a_silent_server_as_drained(tmp_path: Path) -> None:
-    """Fails if `drain --wait` returns 0 while the server still has requests."""
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
-        os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with sent_requests(server.port, 1):
-            wait_until(lambda: "1 requests" in run("drain", *address(server)).stdout, 30.0, "arrival of the request")
-            words = command(
-                "drain", *address(server), "--wait", "--timeout", "4"
-            )  # longer than heartbeats of other sockets
-            waiting = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            assert waiting.stdout is not None and waiting.stdout.readline()
-            server.process.send_signal(signal.SIGSTOP)
-            try:
-                error = waiting.communicate(timeout=30)[1]
-            finally:
-                server.process.send_signal(signal.SIGCONT)
-            assert waiting.returncode == 2 and "1 requests" in error and "4 s" in error
 
 
 def test_the_trainer_reports_a_wrong_teacher_name(server: ServerProcess) -> None:

@@ -15,9 +15,10 @@ from gkd.config.load import load_config
 from gkd.errors import TeacherError
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from teacher_server.wire.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
 from tests.refusals import refuses
-from tests.service.harness import connect, random_rollouts, score, submit, table_of
+from tests.service.harness import connect, random_rollouts, score, submit
 from tests.service.scripted import (
     N_VOCAB,
     K,
@@ -106,14 +107,6 @@ def drop_frame(request: ScoreRequest, tokens: np.ndarray) -> Message:
     return valid_reply(request, tokens)[:-1]
 
 
-def other_tokens(request: ScoreRequest, tokens: np.ndarray) -> Message:
-    return valid_reply(request, tokens, token_digest=bytes(16))
-
-
-def no_worker(request: ScoreRequest, tokens: np.ndarray) -> Message:
-    return valid_reply(request, tokens, worker="")
-
-
 def other_rows(request: ScoreRequest, tokens: np.ndarray) -> Message:
     n_rows = request.n_response + 1
     return valid_reply(request, tokens, n_rows=n_rows, n_entries=n_rows * request.k)
@@ -123,15 +116,12 @@ def other_k(request: ScoreRequest, tokens: np.ndarray) -> Message:
     return valid_reply(request, tokens, k=request.k + 1, n_entries=request.n_response * (request.k + 1))
 
 
-def other_signal(request: ScoreRequest, tokens: np.ndarray) -> Message:
-    return valid_reply(request, tokens, signal="sampled", k=0, n_entries=0)
+def changed(**header: Any) -> Callable[[ScoreRequest, np.ndarray], Message]:
+    return lambda request, tokens: valid_reply(request, tokens, **header)
 
 
-def other_wire(request: ScoreRequest, tokens: np.ndarray) -> Message:
-    return valid_reply(request, tokens, wire="fp16")
-
-
-DAMAGES = [damage_frame, drop_frame, other_tokens, no_worker, other_rows, other_k, other_signal, other_wire]
+DAMAGES = [damage_frame, drop_frame, other_rows, other_k, changed(token_digest=bytes(16)), changed(worker="")]
+DAMAGES += [changed(signal="sampled", k=0, n_entries=0), changed(wire="fp16")]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -199,7 +189,7 @@ def test_another_model_is_named() -> None:
     other = {"model_fingerprint": "model-b"}
     with ScriptedServer(lambda r, t, n: [valid_reply(r, t, **other)], info={**other, "model_name": "new"}) as server:
         config = load_config(None, [f"teacher.server_port={server.port}", f"teacher.topk={K}"])
-        endpoint = ScoringEndpoint(config, N_VOCAB, ["model-a"], [Window(4, 1)], names=["old"])
+        endpoint = ScoringEndpoint(config, Comparison(N_VOCAB), ["model-a"], [Window(4, 1)], names=["old"])
         with pytest.raises(TeacherError, match=r"new \(model-b\).*model-a \(old\)"):
             endpoint.score(random_rollouts(2, N_VOCAB))
         endpoint.clients()[0].close()
@@ -223,21 +213,6 @@ def test_requests_carry_the_teachers_name_and_info_its_description() -> None:
     assert {request.teacher for request in server.seen if not isinstance(request, Cancel)} == {"math"}
 
 
-@pytest.mark.parametrize("wire", ["fp16", "fp32"])
-def test_a_mass_target_gives_counts(wire: Any) -> None:
-    """Fails if rows of different lengths are misread, or their padding is used as scores."""
-    rollout = random_rollouts(1, N_VOCAB, response=(20, 20))[0]
-    with ScriptedServer(always_valid) as server, client(server, wire=wire) as teacher:
-        scores = table_of(submit(teacher, rollout, mass=0.5).result(timeout=30))
-    assert scores.counts is not None and server.of(ScoreRequest)[0].mass == 0.5
-    np.testing.assert_array_equal(scores.counts, np.arange(20) % K + 1)
-    for row in range(20):
-        n = scores.counts[row]
-        np.testing.assert_array_equal(scores.ids[row, :n], (rollout.response_ids[row] + np.arange(n)) % N_VOCAB)
-        assert (scores.ids[row, n:] == -1).all() and (scores.logprobs[row, n:] == -np.inf).all()
-        assert scores.tail[row] == pytest.approx(0.5**n, rel=1e-3)
-
-
 def test_a_missed_mass_target_is_an_error() -> None:
     """Fails if the teacher can omit more of the distribution than the target allows."""
     with (
@@ -246,14 +221,6 @@ def test_a_missed_mass_target_is_an_error() -> None:
         pytest.raises(TeacherError, match="1 of 8 .*0.5.*0.9"),
     ):
         submit(teacher, random_rollouts(1, N_VOCAB)[0], mass=0.9).result(timeout=30)
-
-
-def test_the_sampled_tokens_logprobs() -> None:
-    """Fails if the sampled signal is read as a top-1 reply."""
-    rollout = random_rollouts(1, N_VOCAB)[0]
-    with ScriptedServer(always_valid) as server, client(server) as teacher:
-        got = teacher.submit([rollout], ("sampled",)).result(timeout=30)[0].sampled_logprobs
-    np.testing.assert_array_equal(got, -rollout.response_ids.astype(np.float32))
 
 
 def test_bad_keys_are_config_errors() -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherUnavailable
-from gkd.scoring.teacher.client import server_command
 from gkd.types import TeacherHealth
 from teacher_server.cli.keygen import make_keys
 from teacher_server.wire.keys import load_server_keys
@@ -236,21 +235,3 @@ def test_another_service_on_the_port_is_reported() -> None:
         ):
             teacher.info()
         listener.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.parametrize(
-    ("typed", "command"),
-    [
-        ("gkd train", "gkd teacher"),
-        ("bash launch/train.sh", "bash launch/teacher.sh"),
-        ("bash '/a b/launch/train.sh'", "bash '/a b/launch/teacher.sh'"),
-        ("", "gkd teacher"),
-        ("my_train_job", "gkd teacher"),
-    ],
-)
-def test_the_command_of_a_server_is_one_that_the_user_has(
-    typed: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if an error of a package without the checkout advises a script of launch/."""
-    monkeypatch.setenv("GKD_COMMAND", typed)
-    assert server_command("h", 5) == f"{command} --model PATH --host h --port 5"

@@ -20,6 +20,7 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
 from tests.processes import wait_until
@@ -40,7 +41,9 @@ def endpoint(
     """Open an endpoint and its client, which is closed at the end."""
     settings = (f"teacher.server_port={port}", "teacher.topk=8", "teacher.wire=fp32", "teacher.request_timeout_s=20")
     temperature = f"teacher.temperature={TEMPERATURE}"
-    opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, [""], [Window(*window)])
+    opened = ScoringEndpoint(
+        load_config(None, [*settings, temperature, *overrides]), Comparison(n_vocab), [""], [Window(*window)]
+    )
     with opened.clients()[0] as client:
         yield opened, client
 
@@ -220,23 +223,6 @@ def test_logits(
         np.testing.assert_allclose(log_softmax(score.logits), reference, atol=atol)
     n_rows = sum(len(r.response_ids) for r in rollouts)
     assert np.isnan(summary.masses).all() and summary.n_bytes.sum() == n_rows * CUT * np.dtype(dtype).itemsize
-
-
-def test_hidden_states_times_the_head_equal_the_logits(
-    tiny_server: ServerProcess, rollouts: list[Rollout], references: list[np.ndarray]
-) -> None:
-    """Fails if hidden states, head, the common vocabulary and the temperature do not give the logits."""
-    mixture = "distill.losses=[{name: reverse_kl}, {name: k2}]"
-    with endpoint(tiny_server.port, "teacher.signal=hidden", mixture) as (opened, _):
-        head = opened.lm_head()
-        scores, summary = opened.score(rollouts)
-    assert head.shape == (CUT, HIDDEN) and head.dtype == np.float32
-    for score, rollout, reference in zip(scores, rollouts, references, strict=True):
-        validate_scores(score, rollout, CUT, ("hidden",), "x", HIDDEN)
-        assert score.hidden is not None
-        np.testing.assert_allclose(log_softmax(score.hidden @ head.T / TEMPERATURE), reference, atol=1e-4)
-    n_rows = sum(len(r.response_ids) for r in rollouts)
-    assert ScoreSummary.decode(summary).n_bytes.sum() == n_rows * HIDDEN * 4
 
 
 def test_a_mixture_asks_once_for_each_sequence_and_within_the_window() -> None:

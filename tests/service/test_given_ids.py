@@ -1,4 +1,4 @@
-"""Requests with given ids, or for the sampled token with the top-k, at a real server."""
+"""Requests with ids that cannot be given, at a real server. Lists with given ids: test_endpoint_signals.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from gkd.types import Rollout
 from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests
 from tests.service.conftest import TRIVIAL_VOCAB
-from tests.service.harness import ServerProcess, connect, random_rollouts, submit, table_of
+from tests.service.harness import ServerProcess, connect, random_rollouts, submit
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import ScriptedServer, always_valid, client
-from tests.service.trivial_engine import trivial_sampled, trivial_topk
 
 pytestmark = pytest.mark.service
 N_VOCAB, K = TRIVIAL_VOCAB, 8
@@ -42,43 +41,6 @@ def raw(port: int, frames: list[bytes]) -> list[bytes]:
         socket.send_multipart(frames)
         assert socket.poll(10_000), "no reply"
         return socket.recv_multipart()
-
-
-@pytest.mark.parametrize("wire", ["fp16", "fp32"])
-@pytest.mark.parametrize("n_given", [3, K])
-def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
-    trivial_server: ServerProcess, wire: str, n_given: int
-) -> None:
-    """Fails if ids are mixed up between sequences of a batch, or a table comes from another request."""
-    rollouts = rollouts_with_ids(20, n_given)
-    with connect(trivial_server.port, k=K, wire=wire) as teacher:
-        future = teacher.submit(rollouts, ("topk", "sampled"))
-        plain = [submit(teacher, rollout) for rollout in rollouts]
-        n_sent = teacher.stats.n_sent
-        results = future.result(timeout=30)
-        tables = [table_of(future.result(timeout=30)) for future in plain]
-    assert n_sent <= len(rollouts) + 1
-    for rollout, result, table in zip(rollouts, results, tables, strict=True):
-        tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        expected = trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, given=rollout.top_ids)
-        assert result.topk is not None
-        for got in (result.topk, table):
-            np.testing.assert_array_equal(got.ids, expected.ids)
-            np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-3)
-        np.testing.assert_array_equal(result.sampled_logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
-
-
-def test_the_sampled_token_comes_with_a_mass_target(trivial_server: ServerProcess) -> None:
-    """Fails if the counts of a shortened list are read as logprobs."""
-    rollout = random_rollouts(1, N_VOCAB, response=(30, 30))[0]
-    tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-    with connect(trivial_server.port, k=K) as teacher:
-        result = teacher.submit([rollout], ("topk", "sampled"), mass=0.6).result(timeout=30)[0]
-    assert result.topk is not None and result.topk.counts is not None
-    np.testing.assert_array_equal(
-        result.topk.counts, trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, 0.6).counts
-    )
-    np.testing.assert_array_equal(result.sampled_logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
 
 
 def bad(rollout: Rollout, name: str) -> Rollout:

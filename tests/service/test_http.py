@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -309,89 +310,75 @@ def test_the_model_chooses_the_teacher(tmp_path: Path) -> None:
         assert post(url, asked | {"model": str(tmp_path / "code")}).status_code == 200
 
 
+PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")
+
+
+@contextmanager
+def waiting(server: ServerProcess, http: HttpProcess, **fields: str) -> Iterator[Future[httpx.Response]]:
+    """Yield the answer of a request that has arrived, and that the worker, which is stopped here, does not compute."""
+    os.kill(server.worker_pids[0], signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(post, f"{http.url}/v1/completions", GOOD | fields)
+        wait_until(lambda: "1 (3 tokens)" in run("status", *address(server)).stdout, 30.0, "arrival of the request")
+        yield pending
+
+
 def test_a_killed_broker_ends_requests_and_its_successor_is_used(tmp_path: Path) -> None:
     """Fails if a client hangs when the teacher server dies, or the HTTP server has to be restarted with it."""
     model = trivial_model(tmp_path / "m")
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with ServerProcess(model, tmp_path, options=options) as server, HttpProcess(server.port, tmp_path) as http:
+    with ServerProcess(model, tmp_path, options=PATIENT) as server, HttpProcess(server.port, tmp_path) as http:
         url = f"{http.url}/v1/completions"
-        os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(post, url, GOOD)
-            wait_until(lambda: "1 (3 tokens)" in run("status", *address(server)).stdout, 30.0, "arrival of the request")
+        with waiting(server, http) as pending:
             server.kill()
             answer = pending.result(timeout=30)
         assert answer.status_code == 503 and "Fix:" in answer.json()["error"]["message"]
         assert post(url, GOOD).status_code == 503
         assert httpx.get(f"{http.url}/health", trust_env=False).status_code == 503
-        with ServerProcess(model, tmp_path, port=server.port, options=options):
+        with ServerProcess(model, tmp_path, port=server.port, options=PATIENT):
             wait_until(lambda: post(url, GOOD).status_code == 200, 20.0, "connection to the new server")
         assert "Traceback" not in http.log_text()
 
 
-def test_a_restarted_broker_gets_the_requests_again(tmp_path: Path) -> None:
-    """Fails if a restart within seconds costs a client its request."""
-    model = trivial_model(tmp_path / "m")
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with ServerProcess(model, tmp_path, options=options) as server, HttpProcess(server.port, tmp_path) as http:
-        os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(post, f"{http.url}/v1/completions", GOOD)
-            wait_until(lambda: "1 (3 tokens)" in run("status", *address(server)).stdout, 30.0, "arrival of the request")
-            server.kill()
-            with ServerProcess(model, tmp_path, port=server.port, options=options):
-                assert pending.result(timeout=30).status_code == 200
-
-
-def test_a_request_is_not_scored_by_the_next_model(tmp_path: Path) -> None:
-    """Fails if a request that names a model gets the scores of another one, which took its port meanwhile."""
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    old, new = trivial_model(tmp_path / "old"), trivial_model(tmp_path / "new", vocab_size=2000)
-    with ServerProcess(old, tmp_path, options=options) as server, HttpProcess(server.port, tmp_path) as http:
+@pytest.mark.parametrize(("model", "status"), [("old", 200), ("new", 503)])
+def test_a_restarted_broker_gets_the_requests_again(tmp_path: Path, model: str, status: int) -> None:
+    """Fails if a restart within seconds costs a client its request, or if a request that names a model gets the scores
+    of another one, which took its port meanwhile.
+    """
+    models = {"old": trivial_model(tmp_path / "old"), "new": trivial_model(tmp_path / "new", vocab_size=2000)}
+    with ServerProcess(models["old"], tmp_path, options=PATIENT) as server, HttpProcess(server.port, tmp_path) as http:
         url = f"{http.url}/v1/completions"
         assert post(url, GOOD | {"model": "old"}).status_code == 200
         assert post(url, GOOD).json()["model"] == "default", "the teacher's name, if the request has none"
-        os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(post, url, GOOD | {"model": "old"})
-            wait_until(lambda: "1 (3 tokens)" in run("status", *address(server)).stdout, 30.0, "arrival of the request")
+        with waiting(server, http, model="old") as pending:
             server.kill()
-            with ServerProcess(new, tmp_path, port=server.port, options=options):
-                assert pending.result(timeout=30).status_code == 503
-                wait_until(lambda: post(url, GOOD | {"model": "old"}).status_code == 404, 30.0, "the new names")
-                assert post(url, GOOD | {"model": "new"}).status_code == 200
+            with ServerProcess(models[model], tmp_path, port=server.port, options=PATIENT):
+                assert pending.result(timeout=30).status_code == status
+                names = [name for name in models if name != model]
+                wait_until(lambda: post(url, GOOD | {"model": names[0]}).status_code == 404, 30.0, "the names")
+                assert post(url, GOOD | {"model": model}).status_code == 200
 
 
-def test_a_client_that_leaves_cancels_its_request(tmp_path: Path) -> None:
-    """Fails if the teacher computes for clients that have timed out."""
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with (
-        ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server,
-        HttpProcess(server.port, tmp_path) as http,
-    ):
-        os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{http.url}/v1/completions", json=GOOD, timeout=1.0, trust_env=False)
-        wait_until(lambda: "0 (0 tokens)" in run("status", *address(server)).stdout, 30.0, "cancellation")
-        os.kill(server.worker_pids[0], signal.SIGCONT)
+def test_a_client_or_a_server_that_leaves_ends_its_requests(tmp_path: Path) -> None:
+    """Fails if the teacher computes for clients that have timed out, or if Ctrl-C leaves a process, a ready file or a
+    hanging client behind.
+    """
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=PATIENT) as server:
 
+        def is_idle() -> bool:
+            return "0 (0 tokens)" in run("status", *address(server)).stdout
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_server_in_bounded_time(tmp_path: Path, number: int) -> None:
-    """Fails if Ctrl-C leaves a process, a ready file or a hanging client behind."""
-    options = (*TRIVIAL, "--worker-timeout-s", "60")
-    with (
-        ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server,
-        HttpProcess(server.port, tmp_path) as http,
-    ):
-        os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(post, f"{http.url}/v1/completions", GOOD)
-            wait_until(lambda: "1 (3 tokens)" in run("status", *address(server)).stdout, 30.0, "arrival of the request")
-            http.process.send_signal(number)
-            assert pending.result(timeout=30).status_code == 503
-        assert http.process.wait(timeout=30) == 0
-        assert not http.ready_file.exists() and "Traceback" not in http.log_text()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with HttpProcess(server.port, tmp_path) as http:
+                with waiting(server, http) as pending:
+                    http.process.send_signal(number)
+                    assert pending.result(timeout=30).status_code == 503
+                assert http.process.wait(timeout=30) == 0
+                assert not http.ready_file.exists() and "Traceback" not in http.log_text()
+            wait_until(is_idle, 30.0, "the end of the request")
+        with HttpProcess(server.port, tmp_path) as http:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{http.url}/v1/completions", json=GOOD, timeout=1.0, trust_env=False)
+            wait_until(is_idle, 30.0, "cancellation")
         os.kill(server.worker_pids[0], signal.SIGCONT)
 
 

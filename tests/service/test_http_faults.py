@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import copy
 import io
 import itertools
 import json
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +31,10 @@ from tests.e2e.conftest import save_model
 from tests.processes import wait_until
 from tests.refusals import refuses
 from tests.service.harness import own_turns, random_rollouts
+from tests.service.http_faults import FAULTS, K
 from tests.service.http_servers import N_VOCAB, ScriptedHttp, distributions, http_teacher, valid_reply
 
 pytestmark = pytest.mark.service
-K = 8
 BOTH = ("topk", "sampled")
 N_FAULTS = 600
 
@@ -78,30 +76,24 @@ def check(rollout: Rollout, scores: Any) -> None:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_scores_of_both_dialects(dialect: str) -> None:
-    """Fails if a row, an id or a tail of either form is read from a wrong place."""
-    with ScriptedHttp(good) as server, http_teacher(server.url, dialect=dialect, k=K, n_vocab=N_VOCAB) as teacher:
-        for rollout in rollouts(20):
-            (scores,) = teacher.submit([rollout], BOTH).result()
-            check(rollout, scores)
-            (only,) = teacher.submit([rollout], ("sampled",)).result()
-            assert only.topk is None
-            np.testing.assert_array_equal(only.sampled_logprobs, scores.sampled_logprobs)
-        info = teacher.info()
-        assert (info.fingerprint, info.max_tokens, info.n_streams) == ("m", 98, 32)
-
-
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_rows_of_own_tokens_are_kept(dialect: str) -> None:
-    """Fails if rows of observations are trained on, a kept row is of another token, or an empty mask is sent."""
+    """Fails if a row, an id or a tail of either form is read from a wrong place, rows of observations are kept, or
+    an empty mask is sent.
+    """
     with ScriptedHttp(good) as server, http_teacher(server.url, dialect=dialect, k=K, n_vocab=N_VOCAB) as teacher:
         for rollout in map(own_turns, rollouts(20)):
             (whole,) = teacher.submit([replace(rollout, own=None)], BOTH).result()
+            check(rollout, whole)
+            (only,) = teacher.submit([replace(rollout, own=None)], ("sampled",)).result()
+            assert only.topk is None
+            np.testing.assert_array_equal(only.sampled_logprobs, whole.sampled_logprobs)
             (scores,) = teacher.submit([rollout], BOTH).result()
             own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
             assert scores.topk is not None and whole.topk is not None and whole.sampled_logprobs is not None
             np.testing.assert_array_equal(scores.sampled_logprobs, whole.sampled_logprobs[own])
             for name in ("ids", "logprobs", "tail"):
                 np.testing.assert_array_equal(getattr(scores.topk, name), getattr(whole.topk, name)[own])
+        info = teacher.info()
+        assert (info.fingerprint, info.max_tokens, info.n_streams) == ("m", 98, 32)
         with pytest.raises(TeacherError, match="prompt 0, .*own"):
             teacher.submit([replace(rollouts(1)[0], own=np.zeros(2, bool))], BOTH)
 
@@ -172,157 +164,6 @@ def test_different_models_behind_one_address_are_refused(tmp_path: Path, n_model
             stack.enter_context(refuses("teacher.url"))
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
         assert probed(config, route, request_info(route), tokenizer, [], N_VOCAB).probe is not None
-
-
-# Faults of a reply: each changes the JSON at a random place of the response and returns None, or returns other bytes.
-Fault = Callable[[Any, random.Random], bytes | None]
-
-
-def _row(reply: Any, rng: random.Random) -> Any:
-    """Return the listed row of one of the last two tokens, which belong to the response in every test."""
-    if "choices" in reply:
-        return reply["choices"][0]["prompt_logprobs"][-rng.randint(1, 2)]
-    return reply["meta_info"]["input_top_logprobs"][-rng.randint(1, 2)]
-
-
-def _entry(reply: Any, rng: random.Random, value: Any) -> None:
-    """Replace the logprob of a listed entry."""
-    row = _row(reply, rng)
-    if isinstance(row, dict):
-        row[rng.choice(list(row))]["logprob"] = value
-    else:
-        rng.choice(row)[0] = value
-
-
-def _id(reply: Any, rng: random.Random, value: Any) -> None:
-    row = _row(reply, rng)
-    if isinstance(row, dict):
-        row[value] = row.pop(rng.choice(list(row)))
-    else:
-        rng.choice(row)[1] = value
-
-
-def _lists(reply: Any) -> list[list[Any]]:
-    """Return the lists with one item per token."""
-    if "choices" in reply:
-        return [reply["choices"][0]["prompt_logprobs"]]
-    return [reply["meta_info"]["input_token_logprobs"], reply["meta_info"]["input_top_logprobs"]]
-
-
-def _drop_row(reply: Any, rng: random.Random) -> None:
-    rows = rng.choice(_lists(reply))
-    del rows[rng.randrange(len(rows))]
-
-
-def _repeat_row(reply: Any, rng: random.Random) -> None:
-    rows = rng.choice(_lists(reply))
-    rows.insert(rng.randrange(len(rows)), copy.deepcopy(rows[-1]))
-
-
-def _null_row(reply: Any, rng: random.Random) -> None:
-    rows = rng.choice(_lists(reply))
-    rows[-rng.randint(1, 2)] = None
-
-
-def _shift_rows(reply: Any, rng: random.Random) -> None:
-    rows = _lists(reply)[-1]
-    rows[1:] = [*rows[2:], rows[1]]
-
-
-def _more(reply: Any, rng: random.Random) -> None:
-    """Add the next entry, as a server does that counts another K."""
-    row = _row(reply, rng)
-    if isinstance(row, dict):
-        free = next(i for i in range(N_VOCAB) if str(i) not in row)
-        row[str(free)] = {"logprob": -30.0, "rank": K + 1}
-    else:
-        row.append([-30.0, next(i for i in range(N_VOCAB) if i not in {i for _, i, _ in row}), None])
-
-
-def _fewer(reply: Any, rng: random.Random) -> None:
-    row = _row(reply, rng)
-    if isinstance(row, dict):
-        del row[next(i for i, entry in row.items() if entry["rank"] == rng.randint(1, K) or entry["rank"] == K)]
-    else:
-        del row[rng.randrange(len(row))]
-
-
-def _repeat_id(reply: Any, rng: random.Random) -> bytes | None:
-    row = _row(reply, rng)
-    if isinstance(row, dict):
-        some, other = rng.sample(list(row), 2)
-        row["again"] = row.pop(some)
-        return json.dumps(reply).replace('"again"', f'"{other}"').encode()
-    some, other = rng.sample(row, 2)
-    some[1] = other[1]
-    return None
-
-
-def _swap(reply: Any, rng: random.Random) -> None:
-    """Exchange the logprobs of the most probable and the last entry of a row."""
-    row = _row(reply, rng)
-    if isinstance(row, dict):
-        by_rank = {entry["rank"]: entry for entry in row.values()}
-        by_rank[1]["logprob"], by_rank[K]["logprob"] = by_rank[K]["logprob"], by_rank[1]["logprob"]
-    else:
-        row[0][0], row[-1][0] = row[-1][0], row[0][0]
-
-
-def _heavy(reply: Any, rng: random.Random) -> None:
-    row = _row(reply, rng)
-    for entry in row.values() if isinstance(row, dict) else row:
-        if isinstance(entry, dict):
-            entry["logprob"] = -0.1
-        else:
-            entry[0] = -0.1
-
-
-def _rank(reply: Any, rng: random.Random) -> None:
-    """Damage a rank, or in SGLang's form a token at its place."""
-    row = _row(reply, rng)
-    if isinstance(row, dict):
-        rng.choice([e for e in row.values() if e["rank"] <= K])["rank"] = rng.choice([0, -1, None, "1", 1.5, 10**20])
-    else:
-        own = rng.choice(reply["meta_info"]["input_token_logprobs"])
-        own[1] = rng.choice([None, str(own[1]), own[1] + 1, -1, 1.5, 10**30])
-
-
-def _other_form(reply: Any, rng: random.Random) -> bytes:
-    items = [[], {}, None, 7, "x", [reply], {"choices": []}, {"choices": [reply, reply]}, {"meta_info": {}}]
-    items += [{"error": {"message": "x"}}, {"choices": [{"prompt_logprobs": None}]}, {"choices": [{"text": "x"}]}]
-    return json.dumps(rng.choice(items)).encode()
-
-
-def _cut(reply: Any, rng: random.Random) -> bytes:
-    whole = json.dumps(reply).encode()
-    return whole[: rng.randrange(len(whole) - 1)]
-
-
-def _garbage(reply: Any, rng: random.Random) -> bytes:
-    return rng.choice([b"", b"<html>busy</html>", rng.randbytes(200), b"[" * 5000, b"\xff\xfe{}", b"NaN"])
-
-
-FAULTS: dict[str, Fault] = {
-    "NaN": lambda reply, rng: _entry(reply, rng, float("nan")),
-    "infinite": lambda reply, rng: _entry(reply, rng, rng.choice([float("inf"), -float("inf")])),
-    "no number": lambda reply, rng: _entry(reply, rng, rng.choice([None, "-1.5", True, [], {}])),
-    "above 0": lambda reply, rng: _entry(reply, rng, rng.choice([0.5, 3.0, 1e30])),
-    "id as text": lambda reply, rng: _id(reply, rng, rng.choice(["token_id:5", "w5", "", "5.0", "1e3"])),
-    "id out of range": lambda reply, rng: _id(reply, rng, rng.choice([N_VOCAB, -1, 10**6, 2**31, 2**63])),
-    "row missing": _drop_row,
-    "row repeated": _repeat_row,
-    "row null": _null_row,
-    "rows shifted": _shift_rows,
-    "K + 1 entries": _more,
-    "K - 1 entries": _fewer,
-    "id repeated": _repeat_id,
-    "order": _swap,
-    "mass": _heavy,
-    "rank or token": _rank,
-    "another form": _other_form,
-    "cut": _cut,
-    "garbage": _garbage,
-}
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])

@@ -24,6 +24,7 @@ from gkd.run.open import check_same_teacher
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.window import window_of_group
+from gkd.text.comparison import Comparison
 from gkd.types import Prompt, Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
 from teacher_server.wire.table import TopKTable
@@ -187,7 +188,7 @@ def test_routes_may_mix_teacher_servers_and_http(
     derived = check_config(config)
     infos = [request_info(route) for route in derived.routes]
     windows = [window_of_group(config.teacher, info, 1) for info in infos]
-    endpoint = ScoringEndpoint(config, N_VOCAB, [info.fingerprint for info in infos], windows)
+    endpoint = ScoringEndpoint(config, Comparison(N_VOCAB), [info.fingerprint for info in infos], windows)
     mixed = [replace(rollout, route=i % 2) for i, rollout in enumerate(rollouts)]
     try:
         scores, _ = endpoint.score(mixed)

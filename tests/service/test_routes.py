@@ -18,6 +18,7 @@ from gkd.errors import TeacherUnavailable
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from gkd.types import Rollout
 from tests.processes import wait_until
 from tests.refusals import refuses
@@ -34,7 +35,7 @@ def endpoint(*overrides: str) -> Iterator[ScoringEndpoint]:
     settings = ("teacher.topk=8", "teacher.wire=fp32", "data.teacher_key=d", "teacher.outage_budget_s=1.5")
     config = load_config(None, [*settings, *overrides])
     n_routes = len(config.derived.routes)
-    opened = ScoringEndpoint(config, CUT, [""] * n_routes, [Window(16, 3)] * n_routes)
+    opened = ScoringEndpoint(config, Comparison(CUT), [""] * n_routes, [Window(16, 3)] * n_routes)
     with ExitStack() as stack:
         for client in opened.clients():
             stack.enter_context(client)
@@ -164,7 +165,9 @@ def test_hidden_states_of_two_teachers_share_one_head(server: ServerProcess, oth
 
 
 def test_hidden_states_of_the_same_teacher_twice_are_those_of_one(server: ServerProcess) -> None:
-    """Fails if two routes to one model hold its LM head twice, or a row differs in a bit from that of one route."""
+    """Fails if two routes to one model hold its LM head twice, or a row differs in a bit from that of one route; or if
+    the logits are divided by teacher.temperature where the loss divides by that of the route.
+    """
     rollouts = random_rollouts(6, CUT, seed=8)
     settings = (f"teacher.server_port={server.port}", "teacher.signal=hidden", "teacher.temperature=0.5")
     with endpoint(*settings) as one:
@@ -176,15 +179,6 @@ def test_hidden_states_of_the_same_teacher_twice_are_those_of_one(server: Server
         for i, (score, expected) in enumerate(zip(twice, scores, strict=True)):
             assert score.hidden is not None and expected.hidden is not None
             np.testing.assert_array_equal(score.hidden, expected.hidden * (scale if i % 2 else 1.0))
-
-
-def test_hidden_states_of_a_single_route_have_its_temperature(server: ServerProcess) -> None:
-    """Fails if the teacher's logits are divided by teacher.temperature where the loss divides by that of the route."""
-    rollouts = random_rollouts(2, CUT, seed=8)
-    settings = (f"teacher.server_port={server.port}", "teacher.signal=hidden", "teacher.temperature=0.5")
-    with endpoint(*settings) as plain:
-        expected, _ = plain.score(rollouts)
-    with endpoint(*settings, "teacher.routes={a: {temperature: 0.25}}") as one:
-        for score, of_plain in zip(one.score(rollouts)[0], expected, strict=True):
-            assert score.hidden is not None and of_plain.hidden is not None
-            np.testing.assert_array_equal(score.hidden, of_plain.hidden * 2)
+    with endpoint(*settings, "teacher.routes={a: {temperature: 0.25}}") as alone:
+        for score, expected in zip(alone.score(rollouts)[0], scores, strict=True):
+            np.testing.assert_array_equal(score.hidden, 2 * expected.hidden)

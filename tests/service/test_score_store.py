@@ -24,6 +24,7 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.store import SUFFIX, ScoreStore, open_store, packed, score_key, unpacked
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Wire
 from teacher_server.wire.table import TopKTable
@@ -169,6 +170,7 @@ import sys
 from pathlib import Path
 from tests.service.test_score_store import from_dataset, key_of, scores_of
 from gkd.scoring.teacher.store import ScoreStore
+from gkd.text.comparison import Comparison
 store = ScoreStore(Path(sys.argv[1]))
 for rollout in from_dataset(20_000):
     store.put(key_of(rollout), rollout, scores_of(rollout))
@@ -216,7 +218,11 @@ def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path:
         settings = (f"teacher.server_port={tiny_server.port}", "teacher.topk=8", "teacher.wire=fp32")
         more = (f"teacher.store={tmp_path}", f"teacher.temperature={temperature}", "distill.on_policy_share=0.5")
         opened = ScoringEndpoint(
-            load_config(None, [*settings, *more]), N_VOCAB, [fingerprint], [Window(6, 3)], numerics=[numerics]
+            load_config(None, [*settings, *more]),
+            Comparison(N_VOCAB),
+            [fingerprint],
+            [Window(6, 3)],
+            numerics=[numerics],
         )
         with opened.clients()[0]:  # type: ignore[attr-defined]
             scores, summary = opened.score(rollouts)

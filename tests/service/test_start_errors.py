@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from teacher_server.errors import ServerError
 from teacher_server.wire.sockets import private_endpoint
 from teacher_server.worker.model_folder import inspect_model_folder
 from tests.service.harness import TRIVIAL, command, server_command, trivial_model
@@ -122,63 +121,13 @@ def test_a_worker_with_wrong_settings_exits(tmp_path: Path, words: tuple[str, ..
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and token in done.stderr
 
 
-def _cut(file: Path, n_bytes: int) -> None:
-    file.write_bytes(file.read_bytes()[:n_bytes])
-
-
-def _lose_a_shard(folder: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _leave_an_adapter(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
-
-
-@pytest.mark.parametrize(
-    "damage,file",
-    [
-        (_leave_an_adapter, "adapter_config.json"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-        (lambda folder: _cut(folder / "model.safetensors", -100), "model.safetensors"),
-        (lambda folder: _cut(folder / "model.safetensors", 40), "model.safetensors"),
-        (_lose_a_shard, "model-2.safetensors"),
-    ],
-)
-def test_damaged_folders_are_detected_without_loading(
-    tiny_model: Path, tmp_path: Path, damage: Callable[[Path], object], file: str
-) -> None:
-    """Fails if an interrupted download is only detected after minutes of loading."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    damage(folder)
-    with pytest.raises(ServerError, match=file):
-        inspect_model_folder(str(folder))
-
-
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_a_worker_of_each_engine_refuses_a_leftover_adapter(tiny_model: Path, tmp_path: Path, engine: str) -> None:
-    """Fails if an engine applies an adapter to weights that it was merged into, and another one serves the weights."""
+def test_a_worker_refuses_a_leftover_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    """Fails if a worker on another host loads a folder that a server would refuse."""
     folder = shutil.copytree(tiny_model, tmp_path / "model")
-    _leave_an_adapter(folder)
-    words = ("worker", "--model", str(folder), "--engine", engine, "--broker", "127.0.0.1:1")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+    words = ("worker", "--model", str(folder), "--engine", "hf", "--broker", "127.0.0.1:1")
     done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "adapter_config.json" in done.stderr.splitlines()[-1]
-
-
-def test_the_fingerprint_depends_on_the_weights(tiny_model: Path, tmp_path: Path) -> None:
-    """Fails if a fine-tuned copy of the same shape has the fingerprint of the original."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    one = inspect_model_folder(str(folder)).fingerprint
-    assert one == inspect_model_folder(str(tiny_model)).fingerprint
-    weights = folder / "model.safetensors"
-    raw = bytearray(weights.read_bytes())
-    raw[-1] ^= 1
-    weights.write_bytes(raw)
-    assert inspect_model_folder(str(folder)).fingerprint != one
 
 
 @pytest.mark.parametrize("row", [0, 7, 19990, 19999])
@@ -212,20 +161,6 @@ def test_the_fingerprint_of_an_own_engine_depends_on_its_weights(tmp_path: Path,
     cache = tmp_path / "models--org--name" / "snapshots"
     snapshots = [trivial_model(cache / commit) for commit in ("1" * 40, "2" * 40)]
     assert len({inspect_model_folder(str(each), needs_weights=False).fingerprint for each in snapshots}) == 2
-
-
-@pytest.mark.parametrize("name", ["serve", "worker", "status", "drain", "keygen"])
-def test_help_shows_examples(name: str) -> None:
-    """Fails if a command's --help shows no example to copy."""
-    done = subprocess.run(command(name, "--help"), capture_output=True, text=True, timeout=20, check=True)
-    assert "example" in done.stdout and "  gkd teacher" in done.stdout
-
-
-def test_the_main_help_lists_the_commands(tiny_model: Path) -> None:
-    """Fails if --help without a command lacks a first example or the other commands."""
-    done = subprocess.run(server_command(tiny_model, "--help"), capture_output=True, text=True, timeout=20, check=True)
-    assert "gkd teacher --model models/quickstart/teacher --port 15555" in done.stdout
-    assert all(name in done.stdout for name in ("worker ", "status ", "drain ", "keygen "))
 
 
 def test_a_ready_file_that_cannot_be_written(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import random
 import subprocess
 import sys
 import zipfile
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.carry import closure, main, write_parts
+from tests.gpu.carry import main, write_parts
 
 LIMIT = 300_000
 
@@ -53,21 +52,6 @@ def test_parts_join_over_calls_of_which_one_was_interrupted(tmp_path: Path, caps
     assert all(file.read_bytes() == (tmp_path / file.name).read_bytes() for file in arrived)
 
 
-def test_what_is_damaged_or_of_another_make_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a damaged transfer is kept or hinders a good one, or if the parts of two checkouts are mixed."""
-    parts, store = parts_of(tmp_path), tmp_path / "store"
-    for damaged in (parts[0] / "parts.json", parts[1] / "large.001"):
-        good = damaged.read_bytes()
-        damaged.write_bytes(good[:-1])
-        with pytest.raises(SystemExit, match="send part_01 again") if damaged.suffix == ".json" else nullcontext():
-            assert run("join", store, *parts) == 3
-        damaged.write_bytes(good)
-    assert f"damaged: {parts[1] / 'large.001'}; send part 2 again" in capsys.readouterr().err
-    assert run("join", store, parts[1]) == 0
-    with pytest.raises(SystemExit, match="differs from .*use another --store"):
-        run("join", store, parts_of(tmp_path, commit="2")[1])
-
-
 def test_install_adds_a_set_without_removing_what_is_there(tmp_path: Path) -> None:
     """Fails if the second set replaces a folder that both have, or if a shell does not find modules and wheels."""
     store = tmp_path / "store"
@@ -78,13 +62,3 @@ def test_install_adds_a_set_without_removing_what_is_there(tmp_path: Path) -> No
     assert b"No module named 'shared.two'" in subprocess.run(shell, check=False, capture_output=True).stderr
     assert run("install", store, tmp_path / "out" / "part_03", "--need", "trl") == 0
     subprocess.run(shell, check=True)
-
-
-def test_a_set_has_what_its_roots_require_on_the_target(tmp_path: Path) -> None:
-    """Fails if a package of an extra or of the target's Python is left behind, or one that is not required travels."""
-    requires = {"root": ["A_b[x]", "other; python_version < '3.12'"], "a-b": ["c; extra == 'x'", "d; extra == 'y'"]}
-    wheels = {name: wheel(tmp_path, name.replace("-", "_"), *requires.get(name, [])) for name in ("root", "a-b", "c")}
-    assert closure(["root"], wheels, "3.12", set()) == {"root", "a-b", "c"}
-    assert closure(["root"], wheels, "3.12", {"a-b"}) == {"root"}
-    with pytest.raises(SystemExit, match="other is required and has no pinned version"):
-        closure(["root"], wheels, "3.11", set())

@@ -135,15 +135,6 @@ def test_no_template_unknown_variables_and_other_end_tokens_are_refused() -> Non
         make(family, made)
 
 
-def test_the_delta_is_what_the_template_writes_between_two_turns() -> None:
-    """Fails if the line feed behind the end token, the message or the beginning of the next answer is lost."""
-    found = case("smollm2")
-    ids = found.delta.ids([said("user", "Is it 4?")])
-    assert ids.dtype == np.int32
-    expected = "\n<|im_start|>user\nIs it 4?<|im_end|>\n<|im_start|>assistant\n"
-    assert ids.tolist() == found.encode(expected)
-
-
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_only_the_end_token_of_the_template_is_followed(name: str) -> None:
     """Fails if an observation stands behind a token that the template does not write there, such as <|eom_id|>."""
@@ -184,6 +175,7 @@ def test_an_observation_cannot_forge_a_turn(name: str) -> None:
                 with pytest.raises(DataError):
                     found.delta.ids([said(role, content)])
         found.delta.ids([said(role, "A plain <b>text</b> with <think>, [1], <| and |>.")])
+        found.delta.ids([said(role, '{"content": "The user asked the assistant.", "tool": ["system", 1]}')])
     if found.delta.roles == {"tool", "user"}:
         with pytest.raises(DataError):
             found.delta.ids([said("tool", "fine"), said("user", f"no{found.end}")])
@@ -232,14 +224,6 @@ def test_a_change_that_only_both_roles_show_is_remarked() -> None:
     template = family.template.replace("m.content ~", f"(m.content.split('</think>')[-1] if {mixed} else m.content) ~")
     delta = make(family, tokenizer(family, template))
     assert delta.roles == {"tool", "user"} and "when a user message follows" in delta.remark
-
-
-@pytest.mark.parametrize("name", ["smollm2", "names"])
-def test_names_of_roles_are_words_of_a_text(name: str) -> None:
-    """Fails if plain words such as user, assistant or a JSON object are refused as markers."""
-    content = '{"content": "The user asked the assistant.", "tool": ["system", 1]}'
-    for role in ("tool", "user"):
-        assert content in case(name).tokenizer.decode(case(name).delta.ids([said(role, content)]))
 
 
 def test_characters_that_become_a_special_token_are_refused() -> None:
@@ -337,26 +321,14 @@ SEAMS = (
     "\u2028",
     "漢",
 )
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_white_space_and_rare_characters_at_the_borders_of_a_message(name: str) -> None:
-    """Fails if tokens of a message merge with those around it otherwise than in the template's own text."""
-    found = case(name)
-    for role in found.delta.roles:
-        for text in SEAMS:
-            messages = [said("user", "Q"), said("assistant", "A"), said(role, text)]
-            whole = found.encode(found.render(messages))
-            delta = found.delta.ids([said(role, text)]).tolist()
-            assert whole[-len(delta) :] == delta and whole[-len(delta) - 1] == found.end_id, (role, text)
-
-
 WORDS = "abc Xyz 19,.;:!?'\"\\/(){}[]<>|_-\n\té\u2028\u0301\u200b漢字🙂ſﬁ"
 
 
 def some_text(rng: random.Random) -> str:
     made = "".join(rng.choices(WORDS, k=rng.randint(0, 12)))
-    return rng.choice((made, f" {made}\n", f"Result {made} end", '{"a": [1, "' + made.strip() + '"]}'))
+    return rng.choice(
+        (made, rng.choice(SEAMS), f" {made}\n", f"Result {made} end", '{"a": [1, "' + made.strip() + '"]}')
+    )
 
 
 def some_turn(rng: random.Random, family: Family) -> tuple[str, str]:

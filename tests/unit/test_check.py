@@ -176,15 +176,14 @@ def test_the_teachers_silence_is_told_apart(
             preflight(load_config("right.yaml", [*server, "data.prompt_key=question"]))
 
 
-@pytest.mark.parametrize("words", [["rollout.n=0"], []])
-def test_a_model_of_the_hub_is_downloaded_if_nothing_is_wrong(folder: Path, tmp_path: Path, words: list[str]) -> None:
+def test_no_model_of_the_hub_is_downloaded_if_something_is_wrong(folder: Path, tmp_path: Path) -> None:
     """Fails if a typo is found behind a download of weights, or a model that was not downloaded is a mistake."""
     with Hub(tmp_path / "cache") as hub:
         hub.push("org/model", folder / "qwen3")
-        command = [sys.executable, "-m", "gkd.tools.check", "right.yaml", "model.path=org/model", *words]
+        command = [sys.executable, "-m", "gkd.tools.check", "right.yaml", "model.path=org/model", "rollout.n=0"]
         paths = hub.environment(PYTHONPATH=f"{ROOT}:{folder}")
         done = subprocess.run(command, cwd=folder, env=paths, capture_output=True, text=True, timeout=120, check=False)
         is_downloaded = any("model.safetensors" in request for request in map(str, hub.requests))
-    assert is_downloaded == (not words), done.stderr
+    assert not is_downloaded, done.stderr
     keys = [line.partition(" = ")[0] for line in done.stdout.splitlines()]
-    assert (done.returncode, keys) == (2, ["rollout.n"]) if words else done.returncode == 0
+    assert (done.returncode, keys) == (2, ["rollout.n"])

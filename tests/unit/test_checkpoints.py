@@ -10,8 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -320,46 +318,6 @@ def test_a_commit_flushes_files_before_the_rename(store: CheckpointStore, flushe
         *(f"{work}/{name}" for name in ("config.yaml", "manifest.json", "trainer.json")),
     ], "the ranks flush their files, but not the folders"
     assert (folder, pointer, last) == ("", "/.tmp_latest", ""), "the rename, the pointer, the pointer's rename"
-
-
-FULL_DISK = """
-import sys
-from pathlib import Path
-from gkd.run.checkpoints import CheckpointStore
-from gkd.errors import CheckpointError
-from tests.unit.checkpoint_files import commit
-
-store = CheckpointStore(Path(sys.argv[1]) / "checkpoints")
-step, last = 0, 0
-while True:
-    step += 1
-    try:
-        commit(store, step)
-    except (CheckpointError, OSError) as error:
-        assert "No space left" in str(error), error
-        assert step > 3, "some saves fit"
-        store.remove_leftovers()
-        break
-names = sorted(path.name for path in store.root.iterdir())
-assert names == ["latest", *(f"step_{i:08d}" for i in range(1, step))], names
-assert store.newest() == store.root / f"step_{step - 1:08d}"
-"""
-
-
-@pytest.mark.parametrize("kib", [128, 140, 152])
-def test_a_full_disk_fails_only_the_current_save(tmp_path: Path, kib: int) -> None:
-    """Fails if a disk that fills up during a save loses an earlier checkpoint. Needs a mount namespace."""
-    mount = ["unshare", "-rm", "sh", "-c"]
-    script = f'mount -t tmpfs -o size={kib}k none "$1" || exit 77; exec "$2" -c "$3" "$1"'
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare")
-    done = subprocess.run(
-        [*mount, script, "sh", str(tmp_path), sys.executable, FULL_DISK],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
-    if done.returncode == 77 or "unshare failed" in done.stderr:
-        pytest.skip(f"no mount namespace for this user: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_of_a_killed_run_cannot_write_into_the_next_save(store: CheckpointStore) -> None:

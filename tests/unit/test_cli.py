@@ -8,11 +8,12 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gkd.cli import COMMANDS
+from gkd.cli import COMMANDS, main
 
 # What the installed script does, and then the modules that this has imported.
 SCRIPT = """
@@ -32,6 +33,18 @@ def gkd(folder: Path, *words: str, **environment: str) -> subprocess.CompletedPr
     env = kept | {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "120"} | environment
     command = [str(folder / "bin/gkd"), *words]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Return what runs a command in this process, and returns its exit code and its errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gkd"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("GKD_COMMAND", "gkd train")
+    return lambda *words: (main(words), capsys.readouterr().err)
 
 
 def test_the_help_names_every_command_and_needs_no_library(tmp_path: Path) -> None:
@@ -124,7 +137,7 @@ def test_a_run_is_resumed_by_the_command_that_was_typed(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[-1] == f"{typed} train trainer.resume=auto"
 
 
-def test_a_file_needs_no_flag_and_may_follow_others(tmp_path: Path) -> None:
+def test_a_file_needs_no_flag_and_may_follow_others(tmp_path: Path, answer: Callable[..., tuple[int, str]]) -> None:
     """Fails if a YAML file is taken for a setting, a second file replaces the first one, or a program differs."""
     (tmp_path / "a.yaml").write_text(
         "data: {train_files: [a]}\nmodel: {path: m}\ntrainer: {total_steps: -1, run_dir: r}"
@@ -132,31 +145,25 @@ def test_a_file_needs_no_flag_and_may_follow_others(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("rollout: {max_num_seqs: -2}\n")
     lines = ["rollout.max_num_seqs = -2: is out of range.", "trainer.total_steps = -1: is out of range."]
     for words in (["train", "a.yaml", "--config", "b.yaml"], ["memory", "--config", "a.yaml", "b.yaml", "actor.tp=2"]):
-        done = gkd(tmp_path, *words)
-        errors = [line.partition(" Fix:")[0] for line in done.stderr.splitlines() if line.startswith("config error: ")]
-        assert done.returncode == 2
+        code, text = answer(*words)
+        errors = [line.partition(" Fix:")[0] for line in text.splitlines() if line.startswith("config error: ")]
+        assert code == 2
         assert sorted(errors[:2]) == [f"config error: {line}" for line in lines]
 
 
 @pytest.mark.parametrize(
-    ("command", "changes", "where"),
-    [
-        ("memory", [], "models/none/here"),
-        ("train", ["--show-prompts", "1"], "models/none/here"),
-        ("report", [], "runs/mine"),
-        ("train", [], "none.yaml"),
-    ],
+    ("command", "where"), [("memory", "models/none/here"), ("report", "runs/mine"), ("train", "none.yaml")]
 )
 def test_a_relative_path_that_is_missing_is_said_absolute(
-    command: str, changes: list[str], where: str, tmp_path: Path
+    command: str, where: str, tmp_path: Path, answer: Callable[..., tuple[int, str]]
 ) -> None:
     """Fails if an error does not show the folder in which the relative paths of a run begin."""
     (tmp_path / "mine.yaml").write_text(
         "{data: {train_files: [t.jsonl]}, model: {path: models/none/here}, trainer: {run_dir: a}}"
     )
     file = "none.yaml" if where == "none.yaml" else "runs/mine" if command == "report" else "mine.yaml"
-    done = gkd(tmp_path, command, file, *changes)
-    assert done.returncode == 2 and str(tmp_path.resolve() / where) in done.stderr, done.stderr
+    code, text = answer(command, file)
+    assert code == 2 and str(tmp_path.resolve() / where) in text, text
 
 
 def test_the_help_of_one_section(tmp_path: Path) -> None:

@@ -213,15 +213,6 @@ def test_the_template_gets_the_tools_of_the_row(tmp_path: Path, name: str, as_te
         load(tmp_path, row, made, tools_key="t", max_prompt_length=n - 1)
 
 
-def test_the_tools_of_a_parquet_file(tmp_path: Path) -> None:
-    """Fails if a row without tools gets those of another row."""
-    made = tokenizer(TOOLS["chatml_tools"])
-    pq.write_table(pa.table({"prompt": ["Q", "R"], "tools": [json.dumps(WEATHER), None]}), tmp_path / "p.parquet")
-    data = DataConfig(tools_key="tools")
-    prompts, _ = load_prompts([str(tmp_path / "p.parquet")], "data.train_files", RowReader(data, made))
-    assert ["get_time" in made.decode(prompt.token_ids) for prompt in prompts] == [True, False]
-
-
 CHAT, TOOL_CHAT = FAMILIES["chatml"], TOOLS["chatml_tools"]
 # Key -> the part of the error that tells, or "", the row, the template, and settings.
 REFUSED: dict[str, list[tuple[str, Any, Any, dict[str, Any]]]] = {
@@ -263,12 +254,7 @@ REFUSED: dict[str, list[tuple[str, Any, Any, dict[str, Any]]]] = {
         ("p.jsonl:1", {"prompt": "Q", "t": WEATHER[0]}, TOOL_CHAT, {"tools_key": "t"}),
         ("p.jsonl:1", {"prompt": "Q", "t": ["get_weather"]}, TOOL_CHAT, {"tools_key": "t"}),
         ("p.jsonl:1", {"prompt": "Q", "t": [tool("")]}, TOOL_CHAT, {"tools_key": "t"}),
-        (
-            "nulls",
-            {"prompt": "Q", "t": [tool("get_weather", properties={"city": None})]},
-            TOOL_CHAT,
-            {"tools_key": "t"},
-        ),
+        ("nulls", {"prompt": "Q", "t": [tool("get", properties={"city": None})]}, TOOL_CHAT, {"tools_key": "t"}),
         ("lone surrogate", {"prompt": "Q", "t": [tool("\ud800")]}, TOOL_CHAT, {"tools_key": "t"}),
         ("does not use", {"prompt": "Q", "t": WEATHER}, CHAT, {"tools_key": "t"}),
         # The user's text has the name of the tool that is lost.
@@ -478,17 +464,3 @@ def test_a_rendered_prompt_has_each_message_or_the_row_is_refused() -> None:
 def test_twenty_thousand_conversations() -> None:
     """Fails as the test above, in rarer cases."""
     check(20_000)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_sound_template_is_not_refused(name: str) -> None:
-    """Fails if a plain conversation with a real template is refused."""
-    renderer = PromptRenderer(tokenizer(FAMILIES[name]), "auto", {})
-    messages = [USER, {"role": "assistant", "content": "<think>hm</think>\n\n4"}, {"role": "user", "content": "a "}]
-    has_system = name != "turns"
-    found = renderer.render(
-        read_conversation([{"role": "system", "content": "Be brief."}] * has_system + messages, SETTING, "f:1"),
-        SETTING,
-        "f:1",
-    )
-    assert "What is 2+2?" in found.text and ("Be brief." in found.text) == has_system

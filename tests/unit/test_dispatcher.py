@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -16,78 +16,35 @@ from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError, RankFailed
 from gkd.rollout.driver.dispatcher import JobStream
 from gkd.rollout.driver.pool import RolloutPool
-from gkd.types import Prompt, Rollout, RolloutChunk, VersionSpan
+from gkd.types import Prompt, Rollout, RolloutChunk
 from tests.processes import wait_until
 from tests.unit.local_ray import Method, worker_of
+from tests.unit.step_engine import Engine as StepEngine
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 N, N_GROUPS, SLOTS = 2, 2, 4
 
 
-class Engine:
-    """A sequence of prompt i takes 1 + i % 5 steps of `pace_s`; prompt 999 is refused. Dies after `dies_at` steps."""
-
-    has_weights, n_passes = True, 0
+class Engine(StepEngine):
+    """A sequence of prompt i takes 1 + i % 5 steps of `pace_s`. Dies after `dies_at` steps."""
 
     def __init__(self, pace_s: float, dies_at: int | None) -> None:
-        self.pace_s, self.dies_at, self.steps = pace_s, dies_at, 0
-        self.running: list[list[Any]] = []  # owner, rollout, steps left
-        self.done: list[tuple[Hashable, Rollout]] = []
-        self.started: list[int] = []  # prompt ids
+        super().__init__(SLOTS, lambda prompt_id, j: 1 + prompt_id % 5)
+        self.pace_s, self.dies_at = pace_s, dies_at
         self.may_step: Callable[[], bool] | None = None
-
-    @property
-    def n_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def n_generating(self) -> int:
-        return self.n_running
-
-    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Any, prompt_indices: Sequence[int]) -> None:
-        for prompt, index in zip(prompts, prompt_indices, strict=True):
-            if prompt.prompt_id == 999:
-                raise DataError("prompt 999 is refused")
-            self.started.append(prompt.prompt_id)
-            for j in range(sampling.n):
-                ids = np.array([prompt.prompt_id, j], np.int32)
-                spans = (VersionSpan(0, 2, 0),)
-                made = Rollout(
-                    prompt.prompt_id, index * sampling.n + j, ids[:1], ids, np.zeros(2, np.float32), spans, "stop"
-                )
-                self.running.append([owner, made, 1 + prompt.prompt_id % 5])
 
     def step(self) -> None:
         time.sleep(self.pace_s)
         if self.may_step is not None:
             wait_until(self.may_step, 20.0, "leave to make a step")
-        self.steps += 1
-        if self.dies_at is not None and self.steps > self.dies_at:
+        if self.steps == self.dies_at:
             raise RankFailed("the process died")
-        for item in self.running[:SLOTS]:
-            item[2] -= 1
-        self.done += [(owner, made) for owner, made, left in self.running if left <= 0]
-        self.running = [item for item in self.running if item[2] > 0]
+        super().step()
 
-    def pop_finished(self, owner: Hashable) -> list[Rollout]:
-        finished = [made for its_owner, made in self.done if its_owner == owner]
-        self.done = [item for item in self.done if item[0] != owner]
-        return finished
-
-    def abort(self, owner: Hashable) -> None:
-        self.running = [item for item in self.running if item[0] != owner]
-
-    def memory_bytes(self) -> dict[str, int]:
-        return {"weights": 0, "kv_cache": 0}
-
-    def process_memory(self) -> dict[str, int]:
-        return {}
-
-    def synchronize(self) -> None:
-        """Do nothing: there is no device."""
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Do nothing: this engine is never asleep."""
+    @property
+    def n_prompts(self) -> int:
+        """The number of prompts that have been started."""
+        return len(self.started) // N
 
 
 class Handle:
@@ -178,10 +135,10 @@ def test_a_slow_engine_gets_fewer_prompts() -> None:
     """Fails if prompts are dealt by place: the slow engine makes its first step after the other has most prompts."""
     config = settings("trainer.global_batch_size=8")
     fast, slow = Handle(config), Handle(config)
-    slow.engine.may_step = lambda: len(fast.engine.started) >= 160
+    slow.engine.may_step = lambda: fast.engine.n_prompts >= 160
     answers = generate(RolloutPool([fast, slow], config, N_GROUPS), 200)
     assert len(answers) == 200 * N
-    assert len(slow.engine.started) <= 40
+    assert slow.engine.n_prompts <= 40
 
 
 def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
@@ -205,7 +162,7 @@ def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
 
     pool.engines.recover_with(Slots(), lambda index, worker: 0)
     assert len(generate(pool, 40)) == 40 * N
-    assert dead.engine.started and not again.engine.started and len(healthy.engine.started) >= 20
+    assert dead.engine.started and not again.engine.started and healthy.engine.n_prompts >= 20
     stream = pool.open_stream(n=N, temperature=1.0, seed=0)
     stream.admit(prompts(300), prompt_indices=range(300))
     may_start.set()
@@ -264,8 +221,8 @@ def test_prompts_that_no_engine_has_started_are_known(n_engines: int) -> None:
     assert stream.waiting() == []
     stream.admit(prompts(40), prompt_indices=range(40))
     n_started = n_engines * SLOTS // N
-    wait_until(lambda: sum(len(handle.engine.started) for handle in handles) == n_started, 30.0, "the first prompts")
-    started = {prompt for handle in handles for prompt in handle.engine.started}
+    wait_until(lambda: sum(handle.engine.n_prompts for handle in handles) == n_started, 30.0, "the first prompts")
+    started = {prompt for handle in handles for _, prompt in handle.engine.started}
     assert sorted(stream.waiting()) == sorted(set(range(40)) - started) and len(started) == n_started
     may_step.set()
     stream.close()
@@ -313,7 +270,7 @@ def test_every_job_gets_the_error_of_a_refused_prompt() -> None:
     config = settings()
     pool = RolloutPool([Handle(config) for i in range(2)], config, N_GROUPS)
     stream = pool.open_stream(n=N, temperature=1.0, seed=0)
-    stream.admit([Prompt(999, np.ones(1, np.int32))], prompt_indices=[0])
+    stream.admit([Prompt(10**6 + 1, np.ones(1, np.int32))], prompt_indices=[0])
     for _ in range(2):
         with pytest.raises(DataError):
             stream.finished(10.0)

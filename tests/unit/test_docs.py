@@ -62,6 +62,20 @@ def test_the_readme_s_configuration_is_valid(tmp_path: Path) -> None:
     check_config(load_config(file, []))
 
 
+METHODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "methods.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", METHODS)
+def test_the_settings_of_a_method_are_valid(block: str, tmp_path: Path) -> None:
+    """Fails if settings that a user copies from docs/methods.md into a run are refused, or change nothing."""
+    run = ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
+    file = tmp_path / "method.yaml"
+    file.write_text(block)
+    config = load_config([run, file])
+    check_config(config)
+    assert config != load_config(run)
+
+
 @pytest.mark.parametrize(
     ("page", "part", "borders"), [(MAP_PAGE, package_map, MAP), (ROOMS_PAGE, rooms_picture, ROOMS)]
 )

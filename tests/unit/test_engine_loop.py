@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,11 @@ from gkd.rollout.vllm.sampling import Request
 from gkd.types import Prompt, Rollout, VersionSpan
 from tests.processes import wait_until
 from tests.unit.local_ray import worker_of
+from tests.unit.step_engine import TIMEOUT_S, Engine
 
 N = 2
 SAMPLING = Sampling(N, 1.0, 1.0, 8, seed=0)
 JOB = Job(1, SAMPLING, math.inf)
-TIMEOUT_S = 20.0  # of operations that would otherwise hang
 UNLIMITED = 1000  # more sequences than any test starts
 
 
@@ -38,102 +37,6 @@ class NoMemory(Exception):
 
 class DeviceGone(Exception):
     pass
-
-
-@dataclass
-class Engine:
-    """A sequence of prompt i takes i steps, its second sample one more; only the first `slots` sequences advance.
-
-    `step`, a refusal and `synchronize` wait while their gate is closed. Prompts with ids above 10^6 are refused.
-    """
-
-    slots: int = UNLIMITED
-    gate: threading.Event = field(default_factory=threading.Event)
-    refusal: threading.Event = field(default_factory=threading.Event)
-    sync_gate: threading.Event = field(default_factory=threading.Event)
-    syncing: threading.Event = field(default_factory=threading.Event)
-    errors: dict[str, Exception] = field(default_factory=dict)  # "abort" | "synchronize" -> error
-    started: list[tuple[int, int]] = field(default_factory=list)  # (steps before it, prompt id) of each sequence
-    ended: list[tuple[int, int]] = field(default_factory=list)  # (step, prompt id)
-    peak: int = 0  # sequences at a time
-    steps: int = 0
-    error: Exception | None = None  # of the next steps
-    active_calls: int = 0
-    running: list[list[Any]] = field(default_factory=list)  # owner, rollout, steps left
-    done: list[tuple[Hashable, Rollout]] = field(default_factory=list)
-    has_weights: bool = True
-    n_passes: int = 0
-
-    def __post_init__(self) -> None:
-        for gate in (self.gate, self.refusal, self.sync_gate):
-            gate.set()
-
-    @property
-    def n_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def n_generating(self) -> int:
-        return self.n_running
-
-    def add(
-        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
-    ) -> None:
-        assert self.has_weights
-        for prompt, prompt_index in zip(prompts, prompt_indices, strict=True):
-            if prompt.prompt_id > 10**6:
-                assert self.refusal.wait(TIMEOUT_S)
-                raise DataError(f"prompt {prompt.prompt_id} is refused")
-            for j in range(sampling.n):
-                ids = np.ones(1, np.int32)
-                span = (VersionSpan(0, 1, 0),)
-                made = Rollout(
-                    prompt.prompt_id, prompt_index * sampling.n + j, ids, ids, np.zeros(1, np.float32), span, "stop"
-                )
-                self.running.append([owner, made, prompt.prompt_id + j])
-                self.started.append((self.steps, prompt.prompt_id))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Do nothing: this engine is never asleep."""
-
-    def step(self) -> None:
-        assert self.gate.wait(TIMEOUT_S)
-        if self.error:
-            raise self.error
-        self.active_calls += 1
-        assert self.active_calls == 1 and self.running and self.has_weights
-        self.steps += 1
-        self.peak = max(self.peak, len(self.running))
-        for item in self.running[: self.slots]:
-            item[2] -= 1
-        self.done += [(owner, made) for owner, made, left in self.running if left <= 0]
-        self.ended += [(self.steps, made.prompt_id) for _, made, left in self.running if left <= 0]
-        self.running = [item for item in self.running if item[2] > 0]
-        self.active_calls -= 1
-
-    def pop_finished(self, owner: Hashable) -> list[Rollout]:
-        finished = [made for its_owner, made in self.done if its_owner is owner]
-        self.done = [(its_owner, made) for its_owner, made in self.done if its_owner is not owner]
-        return finished
-
-    def abort(self, owner: Hashable) -> None:
-        if "abort" in self.errors:
-            raise self.errors["abort"]
-        self.pop_finished(owner)
-        self.running = [item for item in self.running if item[0] is not owner]
-
-    def memory_bytes(self) -> dict[str, int]:
-        return {"weights": 0, "kv_cache": 0}
-
-    def process_memory(self) -> dict[str, int]:
-        return {}
-
-    def synchronize(self) -> None:
-        self.syncing.set()
-        assert self.sync_gate.wait(TIMEOUT_S)
-        if "synchronize" in self.errors:
-            raise self.errors["synchronize"]
-        assert not self.running, "sequences are left in the engine"
 
 
 def by_prompt() -> Coalescer:
@@ -396,27 +299,6 @@ def test_a_stream_that_was_never_run_can_be_closed() -> None:
     assert list(rollouts_of(loop)) == [] and engine.steps == 0 and not engine.started
 
 
-def test_a_failed_step_ends_everything_with_its_error(case: Case) -> None:
-    """Fails if a caller waits forever for a failed engine, or gets another error."""
-    case.engine.gate.clear()
-    case.loop.admit(JOB, prompts(10**6), [0])
-    until(lambda: case.engine.running)
-    waiting = [
-        case.in_thread(lambda: case.loop.call(lambda: None)),
-        case.in_thread(lambda: list(case.loop.generate(prompts(1), SAMPLING, [0]))),
-    ]
-    until(lambda: case.loop.n_pending_calls == 2)
-    case.engine.error = NoMemory("no memory")
-    case.engine.gate.set()
-    for future in (case.ended, *waiting):
-        with pytest.raises(NoMemory):
-            future.result(TIMEOUT_S)
-    with pytest.raises(NoMemory):
-        case.loop.call(lambda: None)
-    assert case.engine.n_running == 0
-    case.loop.close()
-
-
 @pytest.mark.parametrize("where", ["abort", "synchronize"])
 def test_the_first_error_is_raised_and_later_ones_are_logged(
     case: Case, where: str, gkd_log: pytest.LogCaptureFixture
@@ -453,18 +335,23 @@ def test_close_raises_a_clean_up_error(where: str) -> None:
 
 
 def test_only_close_waits_for_the_device(case: Case) -> None:
-    """Fails if calls to a failed stream wait for its device, or `close` returns before the device is idle."""
+    """Fails if a caller waits forever for a failed engine or its device, gets another error, or `close` returns before
+    the device is idle.
+    """
     case.engine.sync_gate.clear()
     case.engine.gate.clear()
     case.loop.admit(JOB, prompts(10**6), [0])
     until(lambda: case.engine.running)
-    queued = case.in_thread(lambda: case.loop.call(lambda: None))
-    until(lambda: case.loop.n_pending_calls)
+    queued = [
+        case.in_thread(lambda: case.loop.call(lambda: None)),
+        case.in_thread(lambda: list(case.loop.generate(prompts(1), SAMPLING, [0]))),
+    ]
+    until(lambda: case.loop.n_pending_calls == 2)
     case.engine.error = NoMemory("no memory")
     case.engine.gate.set()
     assert case.engine.syncing.wait(TIMEOUT_S)
     for failed in (
-        queued,
+        *queued,
         case.in_thread(lambda: case.loop.call(lambda: None)),
         case.in_thread(lambda: case.loop.admit(JOB, prompts(1), [1])),
         case.in_thread(lambda: list(case.loop.generate(prompts(1), SAMPLING, [0]))),

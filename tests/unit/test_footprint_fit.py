@@ -137,21 +137,6 @@ def test_a_teacher_server_on_the_same_gpu_counts_in_every_phase() -> None:
     assert any(line.startswith("rollout rank 0 (receiving weights) needs 9.") for line in check(found, 90 * GIB, full))
 
 
-@pytest.mark.parametrize(
-    ("key", "given"),
-    [
-        ("cluster.teacher_gpu_share", ("teacher.backend=local", "teacher.path=t")),
-        ("rollout.gpu_memory_utilization", ("rollout.gpu_memory_utilization=0.95",)),
-    ],
-)
-def test_shares_that_cannot_be_are_refused(key: str, given: tuple[str, ...]) -> None:
-    """Fails if shares of more than a whole GPU, or one of a server that does not exist, are accepted."""
-    share = "cluster.teacher_gpu_share=0.1"
-    with pytest.raises(ConfigError, match=key):
-        check_config(config_of(share, *given))
-    check_config(config_of(share, "rollout.gpu_memory_utilization=0.95", "rollout.kv_cache_mib=64"))
-
-
 def test_the_memory_of_a_host() -> None:
     """Fails if states in host memory, a sleeping engine's weights or kept weights are left out, or all nodes are added
     up, or the ranks of a CPU run are not counted.

@@ -40,7 +40,9 @@ def test_the_sizes_are_those_of_the_real_model(kind: str, change: dict[str, Any]
     if kind in ("qwen2", "qwen3", "llama"):  # the others accept no null here
         change = {"num_key_value_heads": None, **change}
     if kind == "qwen3_moe":
-        change = {"mlp_only_layers": [1], **change}
+        change = (
+            {"mlp_only_layers": [1], **change} if "head_dim" not in change else {"decoder_sparse_step": 2, **change}
+        )
     raw = {"model_type": kind, **NEEDED, **change}
     parsed = AutoConfig.for_model(**raw)
     dims = read_dims(raw)
@@ -112,6 +114,8 @@ def test_rotary_embeddings_that_megatron_supports(name: str) -> None:
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = True"),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok = 1"),
         ("smollm3", {"attention_bias": True}, "attention_bias = True"),
         ("smollm3", {"mlp_bias": True}, "mlp_bias = True"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
@@ -158,6 +162,7 @@ def test_layers_that_an_olmo_lacks() -> None:
         ({**MOE, "num_experts": -4}, "num_experts"),
         ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
         ({**MOE, "decoder_sparse_step": "one"}, "decoder_sparse_step"),
+        ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
         ({**MOE, "mlp_only_layers": [[]]}, "mlp_only_layers"),
     ],
 )

@@ -249,6 +249,5 @@ def test_the_command_line_of_this_system_is_still_read() -> None:
     """Fails if the check for foreign flags refuses our own command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config")
-    parser.add_argument("overrides", nargs="*")
     args = parse_overrides(parser, ["--config", "x.yaml", "trainer.run_dir=train.py", "rollout.n=2"])
     assert (args.config, args.overrides) == ("x.yaml", ["trainer.run_dir=train.py", "rollout.n=2"])

@@ -27,7 +27,7 @@ from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import ClusterError
-from gkd.run.folder import RunFolder
+from gkd.run.folder import PLACES, RunFolder
 from gkd.run.open import open_run_folder
 from gkd.scoring.teacher.gpus import teacher_rows
 from gkd.spans import driver
@@ -308,7 +308,7 @@ def test_a_restarted_engine_takes_the_row_of_the_dead_one(tmp_path: Path) -> Non
         RankPlacement(pool=pool, rank=rank, host="h", pid=i, cuda_visible_devices=str(i))
         for i, (pool, rank) in enumerate(ranks)
     )
-    folder.write_places(GpuMap(device="cpu", rows=rows, findings=()).to_json())
+    folder.write(PLACES, GpuMap(device="cpu", rows=rows, findings=()).to_json())
     has_read, ended = threading.Event(), threading.Event()
 
     class SlowFolder(RunFolder):

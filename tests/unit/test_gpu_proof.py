@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.page import section
 from tests.gpu.peaks import peak_tflops, share_of_peak
 from tests.gpu_proof.__main__ import FAIL, PASS, SKIPPED, TIMED_OUT, main, missing, run_stage
 from tests.gpu_proof.stages import JSON, PLANS, STAGES, Stage
@@ -78,23 +77,6 @@ def test_a_later_call_measures_what_has_no_figures_of_this_commit(
     (tmp_path / "twelve_minutes.json").write_text("{")
     with pytest.raises(SystemExit, match="twelve_minutes.json is damaged"):
         call()
-
-
-def test_the_section_has_what_was_measured(tmp_path: Path) -> None:
-    """Fails if a missed bar, a response of a model, or a stage without figures is missing, or a rehearsal is there."""
-    figure = {"name": "speed", "value": 0.5, "unit": "GB/s", "goal": ">= 0.4", "met": True}
-    gpu = {"name": "NVIDIA H200", "mib": 143771}
-    row = {"verdict": "fail", "reason": "", "commit": "c" * 40, "figures": [figure, figure | {"met": False}]} | {
-        "machine": {"gpus": [gpu], "driver": "580", "cpus": 16, "python": "3.12", "versions": {"torch": "2.13.0"}},
-        "tables": [{"title": "responses", "columns": ["prompt", "after"], "rows": [["Hi", "a |\nb"]]}],
-    }
-    stages = {"trl": row, "long": row | {"tiny": True}, "sync": row | {"verdict": SKIPPED}}
-    write_results(tmp_path / "twelve_minutes.json", {"stages": stages})
-    lines = section(tmp_path).splitlines()
-    assert "| `trl` | cccccccc | **fail** | speed 0.5 GB/s, bar >= 0.4; speed 0.5 GB/s |" in lines
-    assert r"| Hi | a \| b |" in lines
-    (missing_ones,) = (line for line in lines if line.startswith("Not measured yet:"))
-    assert "`long`, `sync`" in missing_ones and "`trl`" not in missing_ones
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,14 @@ def test_where_an_evaluation_has_its_kl(share: list[float], kl: float, step: int
 
 
 def test_engines_that_compute_another_model_are_found_in_the_first_step() -> None:
-    """Fails if a model that vLLM computes differently trains for three steps without a word, or float32 is as loose."""
+    """Fails if a model that vLLM computes differently trains three steps unnamed, or float32 is as loose."""
     tight = Monitor(FLOAT32_LIMITS)
     for monitor, kl, step in ((Monitor(), 0.05, 1), (Monitor(), 0.01, 0), (tight, 0.0017, 1), (tight, 1e-6, 0)):
         changes = feed(monitor, {"loss/engine_kl": [kl] * 9, "staleness/max": [0.0] * 9})
         assert dict(started(changes)).get("engine_logprobs", 0) == step
+    named = Monitor.of(load_config(None, ["model.path=ORG/MODEL"]))
+    (alarm,) = named.feed({"step": 1, "loss/engine_kl": 0.05, "staleness/max": 0.0}).started
+    assert "ORG/MODEL" in alarm.evidence and "vllm" in alarm.evidence
     resumed = feed(Monitor(), {"loss/engine_kl": [0.05] * 9, "staleness/max": [0.0] * 9}, first_step=40)
     assert dict(started(resumed)) == {"engine_logprobs": 42}
 

@@ -110,7 +110,7 @@ def test_each_group_gets_its_part_of_the_workers(
     config = load_config(None, [*layout, f"model.path={tmp_path}"])
     derived = config.derived
     assert derived.dp_size == groups and workers_per_endpoint(config, groups) == each
-    started = Method(lambda *args: calls.append((args[0], args[1], args[-1])))
+    started = Method(lambda *args: calls.append((args[0], args[1], args[-2])))
     init_judging(config, derived, [], [], [SimpleNamespace(init_judging=started)] * groups, 9.0)
     assert [(own[TRAINING], n) for own, n, _ in calls] == [(("length",), each)] * groups
     assert all(tokenizer.get_vocab() == build_tokenizer().get_vocab() for _, _, tokenizer in calls)

@@ -65,21 +65,6 @@ def test_only_logprobs_are_differentiable() -> None:
     assert rows.logprobs.requires_grad and not rows.entropy.requires_grad and not rows.log_normalizer.requires_grad
 
 
-def test_repeated_ids_accumulate() -> None:
-    """Fails if one of two entries with the same id loses its gradient; the sampled id is often in the top-k."""
-    ids = torch.tensor([[2, 2, 0, 0]]).expand(N, K)
-    assert torch.autograd.gradcheck(lambda z: logprobs_of(z, ids).logprobs, (_logits().requires_grad_(),))
-
-
-def test_padding_ids_have_no_gradient() -> None:
-    """Fails if an id of -1, which pads the rows of a mass target, adds to the gradient."""
-    ids = torch.tensor([[1, 5, -1, -1]]).expand(N, K)
-    filled, plain = _logits().requires_grad_(), _logits().requires_grad_()
-    logprobs_of(filled, ids).logprobs.mul(torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
-    logprobs_of(plain, ids[:, :2]).logprobs.mul(torch.tensor([1.0, 2.0])).sum().backward()
-    torch.testing.assert_close(filled.grad, plain.grad)
-
-
 def test_an_id_of_another_shard_is_not_column_0() -> None:
     """Fails if ids before or after a rank's columns are clamped into them, or its first and last column are missed."""
     shard = VocabShard(4, V, None)

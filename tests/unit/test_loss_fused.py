@@ -109,23 +109,6 @@ def test_bias_and_soft_cap_are_those_of_whole_logits(
     torch.testing.assert_close(evaluated, results[1][0])
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_a_frozen_part_changes_nothing_for_the_other(signal: Signal) -> None:
-    """Fails if the gradient of the hidden states needs a trainable head, or the other way round."""
-    batch = Batch()
-    loss, targets = batch.loss(SPEC, signal, 3), batch.targets(signal, 0.7)
-    grads: list[dict[str, Tensor | None]] = []
-    for trainable in (("hidden", "head"), ("hidden",), ("head",)):
-        parts = {"hidden": batch.hidden.clone(), "head": batch.head.clone()}
-        for name in trainable:
-            parts[name].requires_grad_()
-        loss.from_hidden(parts["hidden"], parts["head"], targets)[0].backward()
-        grads.append({name: part.grad for name, part in parts.items()})
-    assert torch.equal(grads[0]["hidden"], grads[1]["hidden"])  # type: ignore[arg-type]
-    assert torch.equal(grads[0]["head"], grads[2]["head"])  # type: ignore[arg-type]
-    assert grads[1]["head"] is None and grads[2]["hidden"] is None
-
-
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_the_heads_gradient_is_added_to_a_sum_in_place(signal: Signal, frozen: bool) -> None:

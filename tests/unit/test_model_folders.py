@@ -119,6 +119,30 @@ def _lost_index(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
+def _lost_shard(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: SINGLE, "model.norm.weight": SHARDS[1]}}))
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _cut_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+
+
+def _cut_weights(folder: Path) -> None:
+    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:-100])
+
+
+def _cut_header(folder: Path) -> None:
+    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:40])
+
+
 def _old_copy_in_a_shard(folder: Path) -> None:
     _split(folder)
     tensors = load_file(folder / SHARDS[1])
@@ -136,6 +160,12 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_stale_index, (INDEX, SHARDS[0], f"delete {INDEX}")),
     (_lost_index, (*SHARDS, f"copy {INDEX}")),
     (_old_copy_in_a_shard, (EMBEDDING, *SHARDS)),
+    (_lost_shard, (SHARDS[1],)),
+    (_no_config, ("config.json",)),
+    (_cut_config, ("config.json",)),
+    (_no_weights, (SINGLE,)),
+    (_cut_weights, (SINGLE,)),
+    (_cut_header, (SINGLE,)),
 ]
 
 

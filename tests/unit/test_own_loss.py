@@ -134,7 +134,7 @@ def test_a_host_without_the_function_fails_at_the_start() -> None:
     """Fails if a rank on a host without the module starts, and ends the run in its first step."""
     args: StudentArgs = {"loss": LossSpec((LossTerm("no_such_module:loss"),)), "device": torch.device("cpu")}
     with refuses("distill.loss"):
-        build_loss(args, SHARD, ALL_COLUMNS)
+        build_loss(args, SHARD, ALL_COLUMNS, 0)
 
 
 def test_the_metric_has_a_name_that_trackers_accept() -> None:

@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from teacher_server.wire.payload import (
-    check_reply,
     mark_own,
     pack_rows,
     pack_sampled,
@@ -19,7 +18,6 @@ from teacher_server.wire.payload import (
     rows_per_message,
     unpack_rows,
     unpack_sampled,
-    unpack_tokens,
     unpack_topk,
 )
 from teacher_server.wire.protocol import (
@@ -85,33 +83,6 @@ def test_fp16_clips_instead_of_overflowing() -> None:
     scores = TopKTable(np.array([[1, 2]], np.int32), np.array([[0.0, -1e6]], np.float32), np.zeros(1, np.float32))
     reply, frames = make_reply(make_request(tokens, prompt_length=1, k=2), tokens, scores)
     assert unpack_topk(reply, frames).logprobs.tolist() == [[0.0, -65504.0]]
-
-
-def test_nan_and_infinity_are_refused() -> None:
-    """Fails if a NaN with a valid checksum can reach the loss."""
-    tokens = make_tokens()
-    for wire in WIRES:
-        request = make_request(tokens, wire=wire)
-        for bad in (np.nan, np.inf, -np.inf):
-            for field in ("logprobs", "tail"):
-                scores = make_scores(request.n_response, request.k)
-                getattr(scores, field)[3] = bad
-                if wire == "fp16" and field == "logprobs" and bad == -np.inf:
-                    continue  # clipped when packed
-                reply, frames = make_reply(request, tokens, scores)
-                with pytest.raises(ProtocolError, match=f"{field} 0:"):
-                    check_reply(reply, frames)
-
-
-def test_counts_must_add_up() -> None:
-    """Fails if wrong counts can shift the scores of one position to the next."""
-    _, reply, frames = exchange(6, 8, "fp32", mass=True)
-    wrong = np.frombuffer(frames[-1], "<u2").copy()
-    wrong[0] += 1
-    frames[-1] = memoryview(wrong.tobytes())
-    reply.checksums[-1] = checksum(frames[-1])
-    with pytest.raises(ProtocolError):
-        unpack_topk(reply, frames)
 
 
 @pytest.mark.parametrize("field", ["ids", "logprobs", "tail", "counts"])
@@ -189,19 +160,6 @@ def test_sampled_survives_the_wire() -> None:
     np.testing.assert_array_equal(unpack_sampled(reply, frames), logprobs)
     with pytest.raises(ProtocolError):
         pack_sampled(logprobs[:-1], reply)
-
-
-def test_tokens_must_match_the_header() -> None:
-    """Fails if a truncated, damaged or negative row of tokens can be scored."""
-    tokens = make_tokens()
-    request = make_request(tokens)
-    np.testing.assert_array_equal(unpack_tokens(request, [tokens.tobytes()]), tokens)
-    negative = tokens - 100
-    for frames in ([], [b""], [tokens.tobytes()[:-4]], [tokens[::-1].tobytes()], [tokens.tobytes()] * 2):
-        with pytest.raises(ProtocolError):
-            unpack_tokens(request, frames)
-    with pytest.raises(ProtocolError):
-        unpack_tokens(make_request(tokens, checksum=checksum(negative.tobytes())), [negative.tobytes()])
 
 
 @settings(max_examples=200)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import TeacherUnavailable
+from gkd.main_gkd import main
 from gkd.preflight.teacher import check_reachable
 from gkd.run.folder import LOCK
 from gkd.run.open import check_run_folder
@@ -31,36 +30,45 @@ def refusing_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def refused(tmp_path: Path, *overrides: str) -> list[str]:
-    """Return the lines of a refused start: a log line is a time and a text. Neither model nor prompts exist."""
+@pytest.fixture
+def refused(
+    tmp_path: Path, gkd_log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """Return what returns the log and then the errors of a refused start. Neither model nor prompts exist."""
     file = tmp_path / "x.yaml"
     file.write_text(
         f"data: {{train_files: [none.jsonl]}}\nmodel: {{path: none}}\ntrainer: {{run_dir: {tmp_path}/run}}\n"
     )
-    command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(file), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    # On a busy machine the checks also report their time.
-    return [line for line in done.stderr.splitlines() if "[gkd.run] checks" not in line]
+
+    def refused(*overrides: str) -> list[str]:
+        gkd_log.clear()
+        assert main(["--config", str(file), *overrides]) == 2
+        # On a busy machine the checks also report their time.
+        logged = [line for line in gkd_log.messages if not line.startswith("checks")]
+        return logged + capsys.readouterr().err.splitlines()
+
+    return refused
 
 
-def test_wrong_settings_are_first(tmp_path: Path) -> None:
+def test_wrong_settings_are_first(refused: Callable[..., list[str]]) -> None:
     """Fails if a typo is behind what the checks of files find, or the others are not in the list."""
-    lines = [line for line in refused(tmp_path, "distill.loss=rkl", "rollout.n=0") if line.startswith("config error: ")]
+    lines = [line for line in refused("distill.loss=rkl", "rollout.n=0") if line.startswith("config error: ")]
     assert [line.split()[2] for line in lines[:2]] == ["rollout.n", "distill.loss"] and "forward_kl" in lines[1]
     assert len(lines) > 2
 
 
-def test_the_run_folder_and_the_teacher_are_tried_before_the_prompts_are_read(tmp_path: Path) -> None:
+def test_the_run_folder_and_the_teacher_are_tried_before_the_prompts_are_read(
+    tmp_path: Path, refused: Callable[..., list[str]]
+) -> None:
     """Fails if all prompts are tokenized before the log names a silent teacher, or a refused run leaves a folder."""
     with refusing_port() as port:
-        lines = refused(tmp_path, f"teacher.server_port={port}")
+        lines = refused(f"teacher.server_port={port}")
         first, second, *_, last = lines
         assert f"127.0.0.1:{port}" in first and "the other checks go on" in first and "checking the model" in second
         assert last.startswith("config error: teacher.server_port") and not (tmp_path / "run").exists()
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "notes.txt").write_text("")
-        keys = [line.split()[2] for line in refused(tmp_path, f"teacher.server_port={port}")[2:]]
+        keys = [line.split()[2] for line in refused(f"teacher.server_port={port}")[2:]]
     assert keys == ["trainer.run_dir", "model.path", "data.train_files", "teacher.server_port"]
 
 

@@ -111,6 +111,8 @@ reward.functions=[{path: length}]  distill.reward_clip=[0.2, 0.3]
 rollout.hang_timeout_s=2000
 eval.metric=none  eval.n=2
 actor.cp=2  trainer.n_gpus_per_node=3
+cluster.teacher_gpu_share=0.1  rollout.gpu_memory_utilization=0.95
+data.teacher_key=d  teacher.routes={a: {}, b: {}, c: {}}  trainer.global_batch_size=2  data.domain_shares={a: 1, b: 1}
 distill.support=union  rollout.min_p=0.05
 teacher.backend=local -> teacher.path
 teacher.backend=http -> teacher.url
@@ -143,6 +145,15 @@ teacher.prompt_template='{a.b}'
 teacher.prompt_template='{a'
 teacher.prompt_template='a}'
 data.max_teacher_prompt_length=9
+teacher.prompt_function=sibling
+teacher.prompt_function=a:f  data.teacher_prompt_key=t -> teacher.prompt_function
+teacher.prompt_function=a:f  teacher.prompt_template='{prompt}' -> teacher.prompt_function
+teacher.prompt_function=a:f  distill.on_policy_share=0 -> teacher.prompt_function
+teacher.prompt_function=a:f  teacher.tokenizer=t -> teacher.prompt_function
+teacher.prompt_function=solved_sibling  rollout.n=2  data.max_teacher_prompt_length=9999 -> teacher.prompt_function
+distill.response_weight=rate
+distill.response_weight=wrong
+distill.response_weight=a:f  distill.on_policy_share=0 -> distill.response_weight
 distill.skip_first_tokens=8  data.max_response_length=8 -> distill.skip_first_tokens
 distill.skip_first_tokens=-1
 data.teacher_key=domain
@@ -167,6 +178,20 @@ data.system_prompt=an ${open brace
 actor.tp=010
 cluster.gpus=all
 cluster=auto
+trainer.schedules={actor.optim.lr: [[0, 1]]}
+trainer.schedules={distill.losses.jsd: [[0, 1]]}
+trainer.schedules={data.max_response_length: [[0, .inf]]}
+trainer.schedules={data.max_response_length: {from: 2, to: 8}}
+trainer.schedules={data.max_response_length: 8}
+trainer.schedules={data.max_response_length: [[0, 2048]]} -> trainer.schedules.data.max_response_length
+trainer.schedules={data.max_response_length: [[0, 0]]} -> trainer.schedules.data.max_response_length
+trainer.schedules={data.max_response_length: [[5, 2], [5, 4]]} -> trainer.schedules.data.max_response_length
+trainer.schedules={data.max_response_length: [[-1, 2]]} -> trainer.schedules.data.max_response_length
+trainer.schedules={data.max_response_length: [[0.5, 2]]} -> trainer.schedules.data.max_response_length
+trainer.schedules={data.max_response_length: []} -> trainer.schedules.data.max_response_length
+trainer.schedules={data.max_response_length: [[0, 2, 3]]} -> trainer.schedules.data.max_response_length
+trainer.schedules={rollout.temperature: [[0, 1], [9, 5]]} -> trainer.schedules.rollout.temperature
+trainer.schedules={distill.reward_weight: [[0, 1]]} -> trainer.schedules.distill.reward_weight
 """,
     "teacher.backend=http  teacher.url=http://127.0.0.1:8000": """
 teacher.api_key_env=sk-123
@@ -193,6 +218,7 @@ actor.cp=2  trainer.n_gpus_per_node=2 -> data.images_key
 rollout.environment=a:B -> data.images_key
 teacher.tokenizer=teacher -> data.images_key
 teacher.backend=http  teacher.url=http://a:1 -> teacher.backend
+distill.response_weight=a:f
 data.truncation=left
 actor.lora.rank=4  model.freeze_vision=false
 data.images_key=  model.freeze_vision=false
@@ -228,6 +254,7 @@ actor.strategy=fsdp2  actor.lora.rank=8  reference.fsdp_cpu_offload=false
 trainer.colocate=true  reference.fsdp_cpu_offload=false
 """,
     "teacher.backend=local  teacher.path=t": """
+cluster.teacher_gpu_share=0.1
 teacher.server_port=1
 trainer.scheduler=one_step_off
 teacher.update_interval=1
@@ -246,11 +273,18 @@ teacher.signal=units  teacher.backend=local  teacher.path=t -> teacher.signal
 teacher.signal=units  teacher.backend=http  teacher.url=[http://h] -> teacher.signal
 """,
     "reward.functions=[{path: length}]  distill.reward_weight=1  rollout.n=2": """
+trainer.schedules={rollout.temperature: [[0, 1], [9, 0.9]]} -> trainer.schedules.rollout.temperature
 distill.importance_clip=5
 rollout.n=1 -> distill.advantage
 distill.on_policy_share=0 -> distill.reward_weight
 rollout.temperature=0.7 -> teacher.temperature
 data.teacher_key=d  teacher.routes={a: {}, b: {temperature: 2}} -> teacher.temperature
+""",
+    "reward.functions=[{path: length}]  rollout.n=2  teacher.prompt_function=solved_sibling  \
+data.max_teacher_prompt_length=2048": """
+rollout.n=1 -> teacher.prompt_function
+reward.functions=[{path: length, weight: -1}] -> teacher.prompt_function
+data.max_teacher_prompt_length=2047
 """,
     "data.val_files=[v]  eval.metric=exact_match": """
 trainer.keep_best=eval/acuracy
@@ -287,6 +321,13 @@ trainer.keep_best=accuracy
 trainer.keep_best=eval/response_tokens
 trainer.keep_best=eval/steps
 trainer.keep_best=eval/accuracy
+""",
+    "distill.losses=[{name: forward_kl}, {name: jsd}]": """
+trainer.schedules={distill.losses.forward_kl: [[3, 0]], distill.losses.jsd: [[3, 0]]} -> trainer.schedules
+trainer.schedules={distill.losses.jsd: [[0, -1]]} -> trainer.schedules.distill.losses.jsd
+""",
+    "trainer.scheduler=stream": """
+trainer.schedules={data.max_response_length: [[0, 8]]} -> trainer.schedules.data.max_response_length
 """,
     "distill.support=student": """
 teacher.topk=64  rollout.top_k=20

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -165,25 +163,6 @@ def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorke
     # The kernel ends a killed process a little later; it is a zombie until its parent asks for it.
     _, left = psutil.wait_procs(started, timeout=30)
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> None:
-    """Fails if workers outlive a run that was killed, also while a function runs."""
-    code = (
-        "import sys, pickle, psutil; from gkd.scoring.reward.judging import RewardWorkers; "
-        "start, case = pickle.load(open(sys.argv[1], 'rb')); pool = RewardWorkers(start, 1, 60); pool.wait_ready(60); "
-        "print(*[p.pid for p in psutil.Process().children()], flush=True); pool.values([0], [case])"
-    )
-    start = Start(config, (f"{HERE}:misbehave",), search_path())
-    (tmp_path / "args").write_bytes(pickle.dumps((start, case("sleep"))))
-    command = [sys.executable, "-c", code, str(tmp_path / "args")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        worker = psutil.Process(pid)
-        os.kill(parent.pid, signal.SIGKILL)
-    psutil.wait_procs([worker], timeout=30)
-    assert not psutil.pid_exists(pid) or worker.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

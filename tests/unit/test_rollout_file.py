@@ -22,6 +22,7 @@ from gkd.run.rollout_file import read_sequences, write_sequences
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.window import Window
+from gkd.text.comparison import Comparison
 from gkd.types import Rollout, ScoredChunk, ScoreTimes, TeacherScores, VersionSpan
 from teacher_server.wire.table import TopKTable
 
@@ -132,7 +133,7 @@ def test_scores_that_do_not_match_are_not_written() -> None:
 
 def endpoint() -> ScoringEndpoint:
     """Return an endpoint that only writes and reads files; it contacts no server."""
-    return ScoringEndpoint(load_config(None, ["rollout.n=2"]), n_vocab=99, fingerprints=["f"], windows=[Window(1)])
+    return ScoringEndpoint(load_config(None, ["rollout.n=2"]), Comparison(99), fingerprints=["f"], windows=[Window(1)])
 
 
 def chunks_of(items: Iterator[Any]) -> list[tuple[list[Rollout], list[TeacherScores] | None, Any, bytes]]:

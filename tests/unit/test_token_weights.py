@@ -124,26 +124,6 @@ def test_factors_of_known_sequences() -> None:
     assert factors("teachability", 1.0, token_kl=kls, support_mass=masses) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_factors_do_not_depend_on_the_other_sequences(weight: str) -> None:
-    """Fails if micro-batches, packing or data-parallel groups change the loss: each sequence alone gives the sum."""
-    spec = LossSpec(TERMS, token_weight=weight, token_share=0.5)
-    batch, targets, _ = case(spec, "topk")
-    whole = train(batch.loss(spec, "topk"), batch, targets, fused=True)
-    total, grad = torch.zeros(()), torch.zeros_like(batch.head)
-    for i in range(len(LENGTHS)):
-        rows = slice(sum(LENGTHS[:i]), sum(LENGTHS[: i + 1]))
-        part = train(
-            batch.loss(spec, "topk"),
-            dataclasses.replace(batch, hidden=batch.hidden[rows]),
-            targets.rows(rows),
-            fused=True,
-        )
-        total, grad = total + part[0], grad + part[3]
-    torch.testing.assert_close(total, whole[0])
-    torch.testing.assert_close(grad, whole[3])
-
-
 class _Counted(DistillLoss):
     passes = 0
 

@@ -140,7 +140,7 @@ class TextCase:
         """Return the loss; of a rank that has `n_local` rows of the vocabulary with `shard`."""
         device = device or torch.device("cpu")
         shard, n_local = shard or VocabShard(0, len(self.student), None), n_local or len(self.student)
-        units = UnitTables(self.pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=device)
+        units = UnitTables(replace(self.pair, with_nodes=with_nodes), shard=shard, n_local=n_local, device=device)
         head = self.teacher_head[units.teacher_rows].to(device)
         spec = replace(spec, compares_texts=True)
         signals: tuple[Signal, ...] = ("topk", "sampled") if self.k else ("hidden",)

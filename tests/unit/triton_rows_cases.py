@@ -22,7 +22,7 @@ from torch.testing import assert_close
 
 from gkd.errors import NumericsError
 from gkd.loss import triton_rows
-from gkd.loss.row_kernels import RowKernels, TorchRows
+from gkd.loss.row_kernels import RowGradient, RowKernels, TorchRows
 from gkd.loss.triton_rows import TritonRows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,9 +76,9 @@ def gradient_inputs(logits: Tensor, n_ids: int, temperature: float) -> dict[str,
 def check_gradient(logits: Tensor, g: dict[str, Tensor], temperature: float, *, in_place: bool) -> None:
     expected = expected_gradient(logits, g, temperature)
     by_torch = torch.empty_like(logits)
-    TorchRows().write_gradient(logits, by_torch, **g, temperature=temperature)
+    TorchRows().write_gradient(logits, by_torch, RowGradient(**g, temperature=temperature))
     out = logits if in_place else torch.empty_like(logits)
-    SMALL.write_gradient(logits, out, **g, temperature=temperature)
+    SMALL.write_gradient(logits, out, RowGradient(**g, temperature=temperature))
     # One unit in the last place, because the interpreter truncates where a GPU rounds; plus the error of float32.
     rtol = torch.finfo(logits.dtype).eps + 2e-5
     assert_close(out.double(), expected, equal_nan=True, atol=2e-6, rtol=rtol)
@@ -130,7 +130,7 @@ def strided_rows() -> None:
         check_statistics(logits, 1.0)
         whole = torch.full((4, 1000 + padding), 7.0, dtype=dtype)
         out, g = whole[:, :1000], gradient_inputs(logits, 5, 1.0)
-        SMALL.write_gradient(logits, out, **g, temperature=1.0)
+        SMALL.write_gradient(logits, out, RowGradient(**g, temperature=1.0))
         assert bool((whole[:, 1000:] == 7.0).all()), "the padding was written to"
         assert_close(out.double(), expected_gradient(logits, g, 1.0), atol=2e-6, rtol=torch.finfo(dtype).eps)
         check_gradient(logits, g, 1.0, in_place=True)
@@ -176,7 +176,7 @@ def rounded_once() -> None:
     parts[0, 2] = share - 0.25 + 1e-4
     g = {"columns": columns, "column_grad": parts, "row_grad": torch.ones(1), "log_normalizer": log_normalizer}
     expected = expected_gradient(logits, g, 1.0)
-    SMALL.write_gradient(logits, logits, **g, temperature=1.0)
+    SMALL.write_gradient(logits, logits, RowGradient(**g, temperature=1.0))
     assert_close(logits.double()[0, [3, 9]], expected[0, [3, 9]], atol=0.0, rtol=torch.finfo(torch.bfloat16).eps)
 
 
@@ -186,7 +186,7 @@ def no_rows() -> None:
     assert [t.shape for t in SMALL.statistics(logits, 1.0)] == [(0,), (0,)]
     g = {name: torch.zeros(0) for name in ("row_grad", "log_normalizer")}
     ids = {"columns": torch.zeros(0, 4, dtype=torch.int64), "column_grad": torch.zeros(0, 4)}
-    SMALL.write_gradient(logits, logits, **ids, **g, temperature=1.0)
+    SMALL.write_gradient(logits, logits, RowGradient(**ids, **g, temperature=1.0))
 
 
 def refusals() -> None:

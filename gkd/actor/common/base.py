@@ -36,6 +36,7 @@ from gkd.loss.text_tables import UnitTables
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.memory.usage import STEP_KEEPS, trim_heap
+from gkd.text.comparison import SAME_TOKENS, Comparison
 from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
@@ -63,6 +64,7 @@ class StudentArgs(TypedDict, total=False):
     seed: Required[int]  # seed of the random generators
     # Tables that the teacher sends; `hidden` needs `set_teacher_head` before the first batch. Default: ("topk",).
     signals: Sequence[Signal]
+    comparison: Comparison  # with the teacher. Default: `SAME_TOKENS`
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
     fused_lm_head: bool
     n_vocab: int  # logits of ids from this one on are masked. Default: 0 masks only padding for tensor parallelism
@@ -96,6 +98,7 @@ class Student(ABC):
         self._dtype = args["dtype"]
         lora = args.get("lora")
         self._fused = args.get("fused_lm_head", True)
+        self.comparison = args.get("comparison", SAME_TOKENS)
         self.lora = lora if lora is not None and lora.rank else None
         self._early_sums: BatchSums | None = None  # sums over the parts of the next batch whose gradients are added
 
@@ -110,19 +113,15 @@ class Student(ABC):
         head = self.loss.teacher_head
         return None if head is None else head.shape[1]
 
-    def set_teacher_head(
-        self, head: np.ndarray | None, pair: TokenizerPair | None = None, units: str = "nodes"
-    ) -> None:
+    def set_teacher_head(self, head: np.ndarray) -> None:
         """Keep this rank's rows of the teacher's LM head, for the signal `hidden`. No-op on ranks without a loss.
 
         They are offloaded with the weights: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all
         rows, because it has all columns of the student's logits; with tensor parallelism a rank has its shard.
 
         Args:
-            head: [V, D] float32, over the vocabulary that student and teacher share; with a pair over the teacher's.
-                None: the teacher sends lists, and only the pair is set.
-            pair: tokenizers of the student and of a teacher with another one.
-            units: distill.units.
+            head: [V, D] float32, over the vocabulary that student and teacher share; if texts are compared over the
+                teacher's.
 
         Raises:
             DataError: it has fewer rows than the student's vocabulary.
@@ -131,11 +130,6 @@ class Student(ABC):
         shard = self.loss.shard
         n_local = self.n_head_rows
         if not n_local:
-            return
-        if pair is not None:
-            with_nodes = units == "nodes"
-            loss.units = UnitTables(pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=self.device)
-        if head is None:
             return
         if loss.units is not None:
             rows = head[loss.units.teacher_rows]
@@ -372,7 +366,7 @@ class Student(ABC):
         """Clip the gradients, wait for `_host_copies`, and update weights and optimizer state."""
 
 
-def build_loss(args: StudentArgs, shard: VocabShard, columns: Columns) -> DistillLoss:
+def build_loss(args: StudentArgs, shard: VocabShard, columns: Columns, n_head_rows: int) -> DistillLoss:
     """Return the loss of a student whose rank has the logits of `shard`, of the loss rows in its columns.
 
     Raises ConfigError: this host does not have a loss, or triton for a GPU.
@@ -380,13 +374,19 @@ def build_loss(args: StudentArgs, shard: VocabShard, columns: Columns) -> Distil
     shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
     for term in args["loss"].divergences:
         divergence_of(term.name)  # a function that this host does not have is an error here, not in the first step
-    kernels = row_kernels(args["device"])
+    device = args["device"]
+    kernels = row_kernels(device)
     log.info("loss kernels: %s", kernels.name)
+    comparison = args.get("comparison")
+    units = None
+    if isinstance(comparison, TokenizerPair) and n_head_rows:
+        units = UnitTables(comparison, shard=shard, n_local=n_head_rows, device=device)
     return DistillLoss(
         args["loss"],
         tuple(args.get("signals", ("topk",))),
         shard,
         kernels,
-        chunk_bytes=logits_chunk_bytes(on_cpu=args["device"].type == "cpu"),
+        chunk_bytes=logits_chunk_bytes(on_cpu=device.type == "cpu"),
+        units=units,
         columns=columns,
     )

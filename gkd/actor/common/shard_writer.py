@@ -89,8 +89,7 @@ class BackgroundWriter:
         save = self._save = Future()
         self._folder = folder
         # A daemon, so that a process that ends for another reason does not wait for the disk.
-        arguments = save, folder, rank, snapshot
-        threading.Thread(target=self._run, args=arguments, daemon=True, name="checkpoint").start()
+        threading.Thread(target=self._run, args=(save, folder, rank, snapshot), daemon=True, name="checkpoint").start()
 
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
         """Return the files of the save and their digests, or None while it is in progress; repeatable.

@@ -156,8 +156,7 @@ def turn_numbers(n_turns: int, sums: Mapping[str, float]) -> dict[str, float]:
 
 def token_counts(batch: MicroBatch, targets: TokenTargets, device: torch.device) -> Tensor:
     """Return [2] float64: loss tokens of a micro-batch, and loss tokens that the student generated."""
-    counts = [batch.n_loss_tokens, int(targets.on_policy.sum())]
-    return torch.tensor(counts, dtype=torch.float64, device=device)
+    return torch.tensor([batch.n_loss_tokens, int(targets.on_policy.sum())], dtype=torch.float64, device=device)
 
 
 def check_before(

@@ -124,10 +124,9 @@ class FrozenModel:
         self._max_batch_tokens = max_batch_tokens
         folder = Path(path)
         with same_error(device):
-            shard_dtype = torch.float32 if float32_weights else dtype
             hf = build_on_meta(
                 folder,
-                dtype=shard_dtype,
+                dtype=torch.float32 if float32_weights else dtype,
                 packing=packing,
                 trust_remote_code=trust_remote_code,
                 images=vision != "none",

@@ -19,10 +19,8 @@ from gkd.actor.common.host_copies import Snapshot
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import WeightUpdates, weight_updates
 from gkd.data.batching import check_batch, make_micro_batches
-from gkd.data.scatter import map_selected
 from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
-from gkd.text.pair import TokenizerPair
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.protocol import Signal, Wire
@@ -46,14 +44,14 @@ class FrozenModels:
         self._student = student
         self._device = device
         self._where = where
-        self._teacher: LocalTeacher | None = None
+        self.teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
         self._followers: list[Follower] = []  # one for each model, in the order of the calls
 
-    def init_teacher(self, pair: TokenizerPair | None = None) -> None:
+    def init_teacher(self) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
-        self._teacher = LocalTeacher(self._config, self._student, self._device, pair)
-        self._followers.append(self._teacher.follower)
+        self.teacher = LocalTeacher(self._config, self._student, self._device)
+        self._followers.append(self.teacher.follower)
 
     def init_reference(self) -> None:
         """Build the reference. Raises as `FrozenModel` and `Follower`."""
@@ -75,13 +73,6 @@ class FrozenModels:
         )
         self._followers.append(Follower(self._reference, self._student, weight_updates(config.reference)))
 
-    def score(
-        self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
-    ) -> list[list[TeacherScores]]:
-        """Return the teacher's scores, see `LocalTeacher.score`."""
-        assert self._teacher is not None
-        return self._teacher.score(sequence_indices, chunks)
-
     def reference_logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Return the reference model's logprobs of each sequence's own tokens, [M] float32, nats.
 
@@ -95,8 +86,7 @@ class FrozenModels:
         """
         assert self._reference is not None
         temperature = self._config.teacher.temperature
-        n_vocab = self._student.n_vocab
-        params = ScoreParams("sampled", temperature=temperature, n_vocab=n_vocab)
+        params = ScoreParams("sampled", temperature=temperature, n_vocab=self._student.n_vocab)
         return [cast(np.ndarray, table) for (table,) in self._reference.score(rollouts, [params])]
 
     def student_logprobs(self, rollouts: Sequence[Rollout], *, disable_adapter: bool) -> list[np.ndarray]:
@@ -157,26 +147,20 @@ class LocalTeacher:
 
     Args:
         student: of this rank. With teacher.signal `hidden` it receives the teacher's LM head, now and at each refresh.
-        pair: tokenizers of the student and of a teacher with another one.
 
     Raises:
         ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: student and teacher
             have different architectures.
     """
 
-    def __init__(
-        self, config: Config, student: Student, device: torch.device, pair: TokenizerPair | None = None
-    ) -> None:
+    def __init__(self, config: Config, student: Student, device: torch.device) -> None:
         from gkd.actor.frozen.model import FrozenModel
 
         teacher = config.teacher
         actor = config.actor
         self._student = student
-        self._n_vocab = student.n_vocab if pair is None else len(pair.teacher)
-        self._pair = pair
-        self._units = config.distill.units
-        self._teacher = teacher
-        self._hidden_size = 0
+        self._comparison = student.comparison
+        self._n_vocab = student.comparison.n_listed or student.n_vocab
         derived = config.derived
         updates = weight_updates(teacher)
         self.model = FrozenModel(
@@ -199,43 +183,23 @@ class LocalTeacher:
         self.follower = Follower(self.model, student, updates, self._hand_over_head)
         self._hand_over_head()
 
-    def score(
-        self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
-    ) -> list[list[TeacherScores]]:
-        """Return, by chunk, the scores of the sequences selected for this rank.
-
-        Args:
-            sequence_indices: of each chunk, see `gkd.data.scatter`.
-
-        Raises:
-            TeacherError: see `FrozenModel.score`.
-        """
-        return map_selected(sequence_indices, chunks, self._of_sequences)
-
-    def _of_sequences(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
-        if self._pair is None:
-            return [self._scores(t) for t in self.model.score([r.for_teacher() for r in rollouts], self._params)]
-        texts = self._pair.for_teacher(rollouts)
+    def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+        """Return the scores of sequences of this rank. Raises TeacherError: see `FrozenModel.score`."""
+        texts = self._comparison.for_teacher(rollouts)
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
         tables = self.model.score([texts[i] for i in asked], self._params)
         scores = {i: self._scores(t) for i, t in zip(asked, tables, strict=True)}
-        teacher = self._teacher
-        return list(self._pair.completed(scores, texts, self._hidden_size, teacher.topk, teacher.mass > 0).values())
+        return list(self._comparison.completed(scores, texts).values())
 
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:
-            head = self.model.lm_head()[: self._n_vocab]
-            self._hidden_size = head.shape[1]
-            self._student.set_teacher_head(head, self._pair, self._units)
-        elif self._pair is not None:
-            self._student.set_teacher_head(None, self._pair, self._units)
+            self._student.set_teacher_head(self.model.lm_head()[: self._n_vocab])
 
     def _score_params(self, config: Config, signal: Signal) -> ScoreParams:
         """Return the scoring parameters of a signal. Logits have teacher.wire's precision to save host memory."""
         teacher = config.teacher
         wire = cast(Wire, teacher.wire) if signal == "logits" else "fp32"
         if signal == "topk":
-            with_sampled = "sampled" in self._signals
             return ScoreParams(
                 signal,
                 teacher.topk,
@@ -244,7 +208,7 @@ class LocalTeacher:
                 self._n_vocab,
                 wire,
                 n_given=self._n_student_ids,
-                with_sampled=with_sampled,
+                with_sampled="sampled" in self._signals,
             )
         temperature = 1.0 if signal == "hidden" else teacher.temperature
         return ScoreParams(signal, temperature=temperature, n_vocab=self._n_vocab, wire=wire)

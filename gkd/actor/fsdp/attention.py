@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gkd.actor.common.attention import Scores, causal_attention
 from gkd.errors import ConfigError, ModelError
+from teacher_server.engines.gpu_kernels import computes_packs
 
 PACKED_ATTENTION = "gkd_packed"
 CURRENT_PACK = "gkd_pack"  # attribute of the model during a forward pass and its backward pass, which may repeat it
@@ -92,8 +93,7 @@ def refuse_features(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         features.append("attention to later tokens")
     if features:
-        problem = f"{type(module).__name__} uses {' and '.join(features)}."
-        raise ConfigError("actor.packing", True, problem, _FIX)
+        raise ConfigError("actor.packing", True, f"{type(module).__name__} uses {' and '.join(features)}.", _FIX)
 
 
 def _has_masked_window(module: nn.Module) -> bool:
@@ -103,14 +103,22 @@ def _has_masked_window(module: nn.Module) -> bool:
 
 
 # Layers with a recurrent state or a convolution, such as gated delta nets and Mamba's, run once for each sequence of a
-# pack. Kernels that take boundaries exist for some, but the code of transformers without them ignores boundaries.
+# pack, unless all of their kernels take its boundaries: the code of transformers without these ignores boundaries.
 
 
 def run_per_sequence(model: nn.Module) -> None:
-    """Let each module of a model that has a convolution over the columns run once for each sequence of a pack."""
+    """Let each module of a model that has a convolution over the columns compute the sequences of a pack separately.
+
+    It runs once for each of them. On a GPU, modules for which `computes_packs` is true run once for the pack.
+    """
     for module in [*model.modules()]:
         if is_recurrent(module):
-            module.forward = _PerSequence(model, type(module).__name__, module.forward)
+            module.forward = _PerSequence(model, module)
+
+
+def layers_with_boundaries(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute a pack in one call, if it is on a GPU."""
+    return [m for m in model.modules() if isinstance(m.forward, _PerSequence) and m.forward.takes_boundaries]
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -128,10 +136,11 @@ def check_columns(model: nn.Module, cp: int) -> None:
 class _PerSequence:
     """The forward pass of a module that maps [1, S, ...] tensors to [1, S, ...] tensors, alone or in tuples."""
 
-    def __init__(self, model: nn.Module, name: str, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, module: nn.Module) -> None:
+        self.takes_boundaries = computes_packs(module)
         self._model = model
-        self._name = name
-        self._forward = forward
+        self._name = type(module).__name__
+        self._forward: Callable[..., Any] = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pack: Pack | None = getattr(self._model, CURRENT_PACK, None)
@@ -139,6 +148,8 @@ class _PerSequence:
             pack.calls.append(self._name)
         if pack is None or pack.cu_seqlens is None:
             return self._forward(*args, **kwargs)
+        if self.takes_boundaries and pack.cu_seqlens.is_cuda:
+            return self._forward(*args, cu_seq_lens_q=pack.cu_seqlens, **kwargs)
         cut = [_cut((args, kwargs), pack.lengths, i) for i in range(len(pack.lengths))]
         results = [self._forward(*positional, **more) for positional, more in cut]
         if isinstance(results[0], tuple):

@@ -56,6 +56,8 @@ class LossModel(nn.Module):
 
     columns = ALL_COLUMNS  # the columns of a micro-batch that this rank computes
     image_processor: ImageProcessor | None = None  # None: no sequence has images
+    fused = True  # a training pass computes LM head and loss together; else all logits of a micro-batch first
+    packing = True  # it accepts packed micro-batches
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()

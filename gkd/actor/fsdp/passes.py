@@ -40,25 +40,21 @@ def run_batch(
     model: LossModel,
     micro_batches: Sequence[MicroBatch],
     loss: DistillLoss,
-    *,
-    fused: bool,
-    packing: bool,
-    backward: bool,
     device: torch.device,
+    *,
+    backward: bool,
 ) -> BatchSums:
     """Run one global batch. With `backward`, gradients of the loss *sum* are added to the parameters. Collective.
 
     Args:
         micro_batches: see `Student.train_step`.
-        fused: compute LM head and loss together; else all logits of a micro-batch first.
-        packing: the model accepts packed micro-batches.
 
     Raises:
         NumericsError, DataError: see `Student.train_step`. Gradients may be incomplete afterwards.
     """
     with same_error(device, count=len(micro_batches)) as agreement:
         for batch in without_targets(micro_batches):
-            _check(model, batch, micro_batches, loss, packing=packing, needs_scores=True)
+            _check(model, batch, micro_batches, loss, needs_scores=True)
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
     reader = model.image_processor
     waited_s = 0.0 if reader is None else -reader.waited_s
@@ -72,7 +68,7 @@ def run_batch(
             assert targets is not None  # checked
             later = without_targets(rank_batches[i + 1 : i + 2]) if reader is not None else ()
             with uncompiled(when=not has_work):
-                loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=fused)
+                loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=model.fused)
                 totals += torch.cat([token_counts(batch, targets, device), values])
                 if backward:
                     loss_sum.backward()
@@ -88,13 +84,7 @@ def run_batch(
 
 @torch.no_grad()
 def run_logprobs(
-    model: LossModel,
-    micro_batches: Sequence[MicroBatch],
-    loss: DistillLoss,
-    *,
-    fused: bool,
-    packing: bool,
-    device: torch.device,
+    model: LossModel, micro_batches: Sequence[MicroBatch], loss: DistillLoss, device: torch.device
 ) -> list[Tensor]:
     """Return the student's logprob of the token after each loss row, at the loss's temperature. Collective.
 
@@ -110,7 +100,7 @@ def run_logprobs(
     with same_error(device, count=len(micro_batches)) as agreement:
         batches = []
         for batch in without_targets(micro_batches):
-            _check(model, batch, micro_batches, loss, packing=packing, needs_scores=False)
+            _check(model, batch, micro_batches, loss, needs_scores=False)
             batches.append(with_next_tokens(batch))
     rank_batches = parts_of(batches, model.columns)
     filler = model.columns.part_of(empty_micro_batch())
@@ -119,8 +109,13 @@ def run_logprobs(
         for i in range(agreement.largest):
             batch = rank_batches[i] if i < len(rank_batches) else filler
             later = rank_batches[i + 1 : i + 2]
+            assert batch.targets is not None
+            ids = batch.targets.sampled_ids.to(device)
             with uncompiled(when=i >= len(rank_batches)):
-                logprobs = _next_token_logprobs(model, batch, loss, fused=fused, device=device, later=later)
+                if model.fused:
+                    logprobs = forward(model, batch, device, later, use=partial(logprobs_of_hidden, loss, ids=ids))
+                else:
+                    logprobs = logprobs_of_logits(loss, forward(model, batch, device, later), ids)
             outputs += [logprobs.float().cpu()] if i < len(rank_batches) else []
     return model.columns.whole(outputs, batches)
 
@@ -131,32 +126,13 @@ def _check(
     micro_batches: Sequence[MicroBatch],
     loss: DistillLoss,
     *,
-    packing: bool,
     needs_scores: bool,
 ) -> None:
     """Raise DataError or NumericsError for a malformed micro-batch, one of `without_targets(micro_batches)`."""
     check_before(loss, batch, micro_batches, needs_scores=needs_scores)
-    if batch.cu_seqlens is not None and not packing:
+    if batch.cu_seqlens is not None and not model.packing:
         raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
     check_images(model.image_processor, batch)
-
-
-def _next_token_logprobs(
-    model: LossModel,
-    batch: MicroBatch,
-    loss: DistillLoss,
-    *,
-    fused: bool,
-    device: torch.device,
-    later: Sequence[MicroBatch],
-) -> Tensor:
-    """Return [N] logprobs of the tokens after the loss rows."""
-    assert batch.targets is not None
-    ids = batch.targets.sampled_ids.to(device)
-    if fused:
-        logprobs: Tensor = forward(model, batch, device, later, use=partial(logprobs_of_hidden, loss, ids=ids))
-        return logprobs
-    return logprobs_of_logits(loss, forward(model, batch, device, later), ids)
 
 
 def forward(

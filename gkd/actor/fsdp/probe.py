@@ -2,20 +2,22 @@
 
 Both replace parts of a model's computation. Anything unusual that a model does there would silently be skipped. The
 driver probes the model without weights, which finds most problems. The ranks probe it with weights, and compare packs
-with their sequences alone: that finds any other computation, also of a model with code of its own.
+with their sequences alone: that finds any other computation, also of a model with code of its own. Of layers whose
+kernels get the boundaries of a pack, they compare gradients, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.fsdp.attention import Pack, refuse_packing
+from gkd.actor.fsdp.attention import CURRENT_PACK, Pack, layers_with_boundaries, refuse_packing, run_per_sequence
 from gkd.actor.fsdp.model import LossModel, reshard
 from gkd.errors import ConfigError, GkdError
 from gkd.log import get_logger
@@ -27,6 +29,8 @@ _LENGTHS = (40, 24)  # tokens of the two compared sequences: more than a convolu
 _N_TOKENS = 20  # most probable tokens whose logprobs are compared
 _LARGEST = 1e-3  # nats
 _LARGEST_16 = 0.3  # nats; rounding to 16 bits is 0.02 to 0.1 in deep models
+_GRADIENT_LENGTHS = (70, 3, 24)  # tokens; more and less than a kernel's chunk of 64
+_LARGEST_GRADIENT = 0.05  # relative, Frobenius norm; rounding to 16 bits is 0.02, and kernels without boundaries 1
 
 
 @torch.no_grad()
@@ -88,7 +92,8 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
     model_type = root.hf.config.model_type
     try:
         logits = root(tokens, torch.arange(3, device=device), **arguments)
-    except (AttributeError, LookupError, TypeError) as error:  # such as of a mask, which is not built for a pack
+    # Such as of a mask, which is not built for a pack, or of a package of another version.
+    except (AttributeError, ImportError, LookupError, TypeError) as error:
         if not packing:
             raise
         raise refuse_packing(model_type, f"cannot compute a pack ({type(error).__name__}: {error})") from error
@@ -98,7 +103,7 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
     if packing and not calls:
         raise refuse_packing(model_type, "has neither attention nor recurrent layers that support packed sequences")
     if packing and device.type != "meta":
-        differences = _pack_differences(root, device)
+        differences = _pack_differences(root, device) or _gradient_differences(root, device, logits.dtype)
         with same_error(device):
             if differences:
                 raise refuse_packing(model_type, differences)
@@ -143,6 +148,47 @@ def _pack_differences(root: LossModel, device: torch.device) -> str:
     if float(other.mean()) > (_LARGEST if exact else _LARGEST_16):
         return f"computes other logprobs than with its own attention, by {float(other.mean()):.2g} nats"
     return ""
+
+
+def _gradient_differences(root: LossModel, device: torch.device, dtype: torch.dtype) -> str:
+    """Return how gradients of a pack differ from those of its sequences alone, in layers that compute it in one call.
+
+    They are those of one layer with random weights: the whole model would need memory for all of its gradients. The
+    sequences alone are computed by transformers' code in torch, on the CPU in float32.
+    """
+    layers = layers_with_boundaries(root.hf) if device.type == "cuda" else []
+    if not layers or not any(parameter.requires_grad for parameter in root.parameters()):
+        return ""
+    kind: Any = type(layers[0])
+    config = root.hf.config.get_text_config()
+    with torch.random.fork_rng(devices=[]):  # other random numbers do not depend on the probe
+        torch.manual_seed(0)
+        layer = kind(config, layers[0].layer_idx).to(dtype)
+        layer.A_log.fill_(-4)  # so slow a decay that a state would pass into the next sequence
+        x, weights = torch.randn(2, 1, sum(_GRADIENT_LENGTHS), config.hidden_size).to(dtype)
+    own = nn.ModuleList([layer])
+    alone = _gradients(deepcopy(own).float(), x.float(), weights.float())
+    run_per_sequence(own.to(device))
+    borders = torch.tensor([0, *_GRADIENT_LENGTHS], device=device).cumsum(0).int()
+    setattr(own, CURRENT_PACK, Pack(borders, _GRADIENT_LENGTHS))
+    packed = _gradients(own, x.to(device), weights.to(device), is_pack=True)
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(packed, alone, strict=True))
+    name = kind.__name__
+    if not error <= _LARGEST_GRADIENT:
+        return f"computes other gradients in a pack than alone, by {error:.2g} of their norm in {name}"
+    log.info("%d layers (%s) compute a pack in one call; its gradients are off by %.1g", len(layers), name, error)
+    return ""
+
+
+@torch.enable_grad()
+def _gradients(own: Any, x: Tensor, weights: Tensor, *, is_pack: bool = False) -> list[Tensor]:
+    """Return the output of a layer and the gradient of its input, by sequence, and the gradient of its convolution."""
+    x = x.detach().requires_grad_()
+    parts = [x] if is_pack else x.split(_GRADIENT_LENGTHS, dim=1)
+    output = torch.cat([own[0](part) for part in parts], dim=1)
+    of_input, of_kernel = torch.autograd.grad(output, (x, own[0].conv1d.weight), weights)
+    tensors = [*output.detach().split(_GRADIENT_LENGTHS, dim=1), *of_input.split(_GRADIENT_LENGTHS, dim=1), of_kernel]
+    return [tensor.float().cpu() for tensor in tensors]
 
 
 def _logits(root: LossModel, texts: Sequence[Tensor]) -> Tensor:

@@ -95,7 +95,6 @@ class FsdpStudent(Student):
         on_phase = args.get("on_phase", no_phase)
         dtype = args["dtype"]
         device = args["device"]
-        self._packing = packing
         folder = Path(model_path)
         adapted = self.lora is not None
         on_phase("building the model")
@@ -120,6 +119,8 @@ class FsdpStudent(Student):
         self.n_head_rows = int(hf.config.get_text_config().vocab_size)
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
         self.model.image_processor = reader
+        self.model.fused = self._fused
+        self.model.packing = packing
         if cp > 1:
             group, _ = dist.new_subgroups(cp, timeout=timedelta(seconds=collective_timeout_s))
             on_phase(f"probing group cp of ranks {dist.get_process_group_ranks(group)}")
@@ -140,25 +141,22 @@ class FsdpStudent(Student):
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
-        self.loss = build_loss(args, VocabShard(0, self.n_head_rows, None), self.columns)
+        self.loss = build_loss(args, VocabShard(0, self.n_head_rows, None), self.columns, self.n_head_rows)
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self.live_states, before=self._host_copies.settle)
-        n_trained = sum(param.numel() for param in self._trained)
         log.info(
             "%s: %d layers, %d trained parameters over %d ranks",
             hf.config.model_type,
             n_layers,
-            n_trained,
+            sum(param.numel() for param in self._trained),
             dist.get_world_size(),
         )
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`."""
         with disabled_adapters(self.model) if disable_adapter else nullcontext():
-            return run_logprobs(
-                self.model, micro_batches, self.loss, fused=self._fused, packing=self._packing, device=self.device
-            )
+            return run_logprobs(self.model, micro_batches, self.loss, self.device)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         if content == "adapters":
@@ -215,15 +213,7 @@ class FsdpStudent(Student):
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         del completes  # each part's gradients are reduced, and divided in the step
         try:
-            return run_batch(
-                self.model,
-                micro_batches,
-                self.loss,
-                fused=self._fused,
-                packing=self._packing,
-                backward=backward,
-                device=self.device,
-            )
+            return run_batch(self.model, micro_batches, self.loss, self.device, backward=backward)
         except BaseException:
             self._zero_grads()
             raise
@@ -276,11 +266,10 @@ class FsdpStudent(Student):
 
     def _meta(self) -> dict[str, Any]:
         """Return what must match on load, and what decides whether generators are restored; JSON data."""
-        scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
         return {
             "strategy": "fsdp2",
             "dtype": str(self._dtype).removeprefix("torch."),
-            "lora_scale": scale,
+            "lora_scale": next((adapter.scale for adapter in self._adapters.values()), 0.0),
             "base": self._base_digest,  # digest of the frozen weights, which are not saved; empty without any
             "shapes": {name: list(place.shape) for name, place in self.trained_places().items()},
             "world_size": dist.get_world_size(),

@@ -136,8 +136,7 @@ def run_logprobs(
 def _from_last_stage(tensor: Tensor, model: StudentModel) -> Tensor:
     """Return the last stage's tensor on every stage; the others pass one of the same shape, which is overwritten."""
     if model.layout.pp > 1:
-        last_rank = dist.get_global_rank(model.groups.pp, model.layout.pp - 1)
-        dist.broadcast(tensor, src=last_rank, group=model.groups.pp)
+        dist.broadcast(tensor, src=dist.get_global_rank(model.groups.pp, model.layout.pp - 1), group=model.groups.pp)
     return tensor
 
 

@@ -113,9 +113,8 @@ class MegatronStudent(Student):
             if "word_embeddings" in name and layout.world_size == 1 and hasattr(param, "main_grad"):
                 param.adds_gradient_in_place = True  # type: ignore[attr-defined]
         tp_group = groups.tp if layout.tp > 1 else None
-        self.loss = build_loss(
-            args, VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group), self.columns
-        )
+        shard = VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group)
+        self.loss = build_loss(args, shard, self.columns, self.n_head_rows)
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
         config.finalize_model_grads_func = self._finalize_grads

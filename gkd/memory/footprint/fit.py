@@ -67,8 +67,7 @@ def needs(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -
     utilization = config.rollout.gpu_memory_utilization
     limit = f"{1 - MARGIN:.0%} of the GPU's {gib(gpu_bytes)}"
     cache = engine.parts["kv_cache"]
-    longest = config.derived.max_engine_length
-    of = f"the {gib(cache)} that its KV cache has, for a sequence of {longest} tokens"
+    of = f"the {gib(cache)} that its KV cache has, for a sequence of {config.derived.max_engine_length} tokens"
     listed = [Need("rollout", engine.name, Phase.CACHE, engine.sequence_bytes, cache, of)]
     for part in actors:
         for phase, size in gpu_phases(part, engine, config).items():

@@ -213,8 +213,7 @@ class RolloutPool:
         members = self.engines.up()
         calls = {index: worker.usage.remote() for index, worker in members.items()}
         engines = [usage for usage in self._settled(members, calls, "usage").values() if usage is not None]
-        memory = merge([engine.memory for engine in engines])
-        return RolloutUsage(engines, memory, self.engines.take_restarts())
+        return RolloutUsage(engines, merge([engine.memory for engine in engines]), self.engines.take_restarts())
 
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
         """See `RolloutRole.offload_states`. Until `reload_states` no engine is restarted.
@@ -237,7 +236,7 @@ class RolloutPool:
     def _pending(self, start: Callable[[Any], Any], call: str, blocking: bool) -> Pending:
         members = self.engines.up()
         refs = {name_of(i): start(worker) for i, worker in members.items()}
-        pending = Pending(refs, call, self._config.trainer.stage_timeout_s, partial(self._report, members))
+        pending = Pending(refs, call, self._config.trainer.stage_timeout_s, on_failure=partial(self._report, members))
         if blocking:
             pending.wait()
         return pending
@@ -245,7 +244,9 @@ class RolloutPool:
     def _settled(self, members: Mapping[int, Any], calls: Mapping[int, Any], what: str) -> dict[int, Any]:
         """Wait for a call on each of these engines; the result of one that failed is None."""
         refs = {name_of(i): ref for i, ref in calls.items()}
-        results = Pending(refs, what, self._config.trainer.stage_timeout_s, partial(self._report, members)).wait()
+        results = Pending(
+            refs, what, self._config.trainer.stage_timeout_s, on_failure=partial(self._report, members)
+        ).wait()
         return {i: results.get(name_of(i)) for i in calls}
 
     def _report(self, members: Mapping[int, Any], failed: Mapping[str, RankFailed]) -> None:

@@ -298,22 +298,31 @@ class Coalescer:
         size: sequences of a full chunk.
         late_age: a sequence over which the weights have changed this many times, or more often, waits for a shorter
             time, because a step may wait for it; 0: none does.
+        whole: sequences wait until all of their prompt have finished; `size` is a multiple of their number.
     """
 
-    def __init__(self, n_groups: int, size: int, late_age: int = 0) -> None:
+    def __init__(self, n_groups: int, size: int, late_age: int = 0, *, whole: bool = False) -> None:
         self._n_groups = n_groups
         self._size = size
         self._late_age = late_age
+        self._whole = whole
         self._growing: dict[tuple[int, int], _Growing] = {}  # (job id, data-parallel group) -> chunk
+        self._parts: dict[tuple[int, int], list[Rollout]] = {}  # (job id, prompt index) -> its finished sequences
 
     def add(self, job: Job, rollout: Rollout, now_s: float) -> None:
-        key = job.id, rollout.sample_index // job.sampling.n % self._n_groups
+        prompt = job.id, rollout.sample_index // job.sampling.n
+        part = self._parts.setdefault(prompt, [])
+        part.append(rollout)
+        if self._whole and len(part) < job.sampling.n:
+            return
+        del self._parts[prompt]
+        key = job.id, prompt[1] % self._n_groups
         growing = self._growing.get(key)
         if growing is None:
             growing = self._growing[key] = _Growing(now_s + job.linger_s)
-        if self._late_age and rollout.version_span >= self._late_age:
+        if self._late_age and any(one.version_span >= self._late_age for one in part):
             growing.due_s = min(growing.due_s, now_s + _LATE_SHARE * job.linger_s)
-        growing.rollouts.append(rollout)
+        growing.rollouts += part
 
     def due(self, now_s: float, *, flush: bool) -> Iterator[tuple[int, int, list[Rollout]]]:
         """Yield (job's id, group, sequences) of the chunks that leave now.

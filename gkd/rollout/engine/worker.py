@@ -229,7 +229,7 @@ class RolloutWorker:
             self._engine.synchronize()
         # A step may wait for sequences of this age. With a bound of 1 too many are of age 1 to send them early.
         late_age = max(2, self._config.trainer.staleness_bound)
-        chunks = Coalescer(n_groups, chunk_size, late_age)
+        chunks = Coalescer(n_groups, chunk_size, late_age, whole=bool(self._config.derived.groups))
         max_running = self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, Phase.GENERATE))

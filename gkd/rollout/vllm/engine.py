@@ -177,8 +177,7 @@ class RolloutEngine:
         The samples of a prompt start one after the other and share it; pixels of many prompts would take gigabytes.
         """
         if self._input[0] is not prompt:
-            engine_input = image_input(self.llm.llm_engine.renderer, prompt.token_ids.tolist(), prompt.images)
-            self._input = prompt, engine_input
+            self._input = prompt, image_input(self.llm.llm_engine.renderer, prompt.token_ids.tolist(), prompt.images)
         return self._input[1]
 
     @property
@@ -272,8 +271,7 @@ class RolloutEngine:
             self._sleep_state.require_base("receive adapters")
         self._drain_async_passes()
         # Between the two, the engine would generate with the old adapters what counts as of the new version.
-        follow = bool(self.request_options) and not adapters
-        with self._sleep_state.loading(adapters=adapters, adapters_follow=follow):
+        with self._sleep_state.loading(adapters=adapters, adapters_follow=bool(self.request_options) and not adapters):
             n_bytes = self._sync_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
             if policy_version == 0 and not adapters and self._compares:
                 self._compare_with_folder()

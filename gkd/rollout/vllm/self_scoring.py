@@ -36,8 +36,7 @@ def self_scores(
     if engine.n_running:
         raise ClusterError(f"the rollout engine cannot score: {engine.n_running} sequences are unfinished")
     n_top = topk if "topk" in signals else 0
-    sequences = [rollout.for_teacher() for rollout in rollouts]
-    tables = prompt_logprobs(engine.llm, sequences, n_top, engine.request_options)
+    tables = prompt_logprobs(engine.llm, [rollout.for_teacher() for rollout in rollouts], n_top, engine.request_options)
     return [_teacher_scores(*table, with_sampled="sampled" in signals) for table in tables]
 
 

@@ -154,8 +154,7 @@ def start_vllm(
 def _adapter_settings(lora: LoraConfig) -> dict[str, Any]:
     # vLLM wraps only these layers; the others keep their speed.
     layers = sorted({target.rpartition(".")[2] for target in lora.targets})
-    rank = engine_rank(lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": layers}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(lora.rank), "lora_target_modules": layers}
 
 
 def adapter_request() -> Any:

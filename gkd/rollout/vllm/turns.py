@@ -66,8 +66,7 @@ class Turns:
         sampling = request.sampling
         row = request.prompt.row
         assert row is not None  # preflight keeps the rows
-        seed = sequence_seed(sampling.seed, request.sample_index)
-        self._environments.step(request.key, row, seed, text)
+        self._environments.step(request.key, row, sequence_seed(sampling.seed, request.sample_index), text)
 
     def replies(self) -> Iterator[Request | tuple[Request, Rollout]]:
         """Yield each trajectory of which something is known: one whose next turn starts, or a finished rollout."""

@@ -1,7 +1,7 @@
 """The functions that judge responses, and the process that calls them, which `gkd.hosts.Host` starts.
 
-The parent sends one `Start`, then lists of `Case`s. The worker answers each call of a function with a `Value`, which
-tells the parent that the next call begins.
+The parent sends one `Start`, then lists of `Case`s or `Group`s. The worker answers each call of a function with a
+`Value`, which tells the parent that the next call begins.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import msgspec
 
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
+from gkd.config.schema_teacher import SOLVED_SIBLING
 from gkd.data.answers import is_correct
 from gkd.data.conversation import reference_text
 from gkd.data.row_files import decode_row
 from gkd.errors import RewardError
 from gkd.hosts import Parent, Ready
+from gkd.scoring.reward.groups import Group, checked_result, solved_sibling
 from gkd.user_code import blame, encodable, finite_number, import_function, shown, traceback_of_user
 
 # Parameters of functions of other frameworks, which get other arguments, or a whole batch.
@@ -61,7 +63,7 @@ class Case:
         return None if self.encoded_messages is None else msgspec.json.decode(self.encoded_messages)
 
 
-Judge = Callable[[Case], float]
+Judge = Callable[[Any], Any]  # of a case -> number, or of a group
 
 
 class Undecided(Exception):
@@ -93,31 +95,42 @@ def judge_of(path: str, config: Config) -> Judge:
         return _environment_reward
     if path == LENGTH:
         return lambda case: case.n_tokens / config.data.max_response_length
-    try:
-        function = import_function(path)
-    except ImportError as error:
-        raise RewardError(str(error)) from error
-    if problem := _problem_of(function):
-        raise RewardError(f"{path}: {problem}; write a function of (prompt, response, row) that calls it")
+    function = _imported(path, _ARGUMENTS)
     if takes_messages(function):
         return lambda case: function(case.prompt, case.response, case.row, messages=case.messages)
     return lambda case: function(case.prompt, case.response, case.row)
 
 
-def _problem_of(function: Callable[..., Any]) -> str:
-    """Return why a function cannot judge a response when it is called with `_ARGUMENTS`; empty if it can."""
+def group_judge_of(key: str, path: str) -> Judge:
+    """Return the function of a key that gets a group, with `checked_result`. Raises RewardError as `judge_of`."""
+    function = solved_sibling if path == SOLVED_SIBLING else _imported(path, ("group",))
+    return lambda group: checked_result(key, len(group.responses), function(group))
+
+
+def _imported(path: str, arguments: Sequence[str]) -> Callable[..., Any]:
+    try:
+        function = import_function(path)
+    except ImportError as error:
+        raise RewardError(str(error)) from error
+    if problem := _problem_of(function, arguments):
+        raise RewardError(f"{path}: {problem}; write a function of ({', '.join(arguments)}) that calls it")
+    return function
+
+
+def _problem_of(function: Callable[..., Any], arguments: Sequence[str]) -> str:
+    """Return why a function cannot judge when it is called with these arguments; empty if it can."""
     names = list(_signature(function).parameters)
     if foreign := [name for name in names[:3] if name in _OTHER_FORMS]:
         return f"its parameter {foreign[0]} is that of {_OTHER_FORMS[foreign[0]]}'s form"
-    if any(name in names[:3] and names.index(name) != place for place, name in enumerate(_ARGUMENTS)):
+    if any(name in names[:3] and names.index(name) != place for place, name in enumerate(arguments)):
         return f"its parameters are {', '.join(names)}, in another order"
     kinds = inspect.isclass, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if any(is_kind(target) for is_kind in kinds for target in (function, type(function).__call__)):
-        return "it is a class, or is async or a generator, and returns no number"
+        return "it is a class, or is async or a generator, and returns no value"
     try:
-        _signature(function).bind(*_ARGUMENTS, **({"messages": None} if takes_messages(function) else {}))
+        _signature(function).bind(*arguments, **({"messages": None} if takes_messages(function) else {}))
     except TypeError as error:
-        return f"it cannot be called with three arguments ({error})"
+        return f"it cannot be called with {len(arguments)} arguments ({error})"
     return ""
 
 
@@ -200,27 +213,31 @@ class Start:
     Args:
         paths: of the functions.
         search_path: folders in which the driver finds modules.
+        groups: key and path of the functions that get groups; their positions follow those of `paths`.
     """
 
     config: Config
     paths: tuple[str, ...]
     search_path: tuple[str, ...]
+    groups: tuple[tuple[str, str], ...] = ()
 
 
 class Value(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Answer a call: a finite number, or one that stands for Undecided, see `UNKNOWN`.
 
     Args:
+        result: in place of the number, a value for each response of a group.
         problem: what is wrong with the call, one line; there are no further answers.
         trace: the traceback of the function.
     """
 
     number: float = 0.0
+    result: list[Any] = []
     problem: str = ""
     trace: str = ""
 
 
-def judged(cases: Sequence[Case], judges: Sequence[Judge]) -> Iterator[Value]:
+def judged(cases: Sequence[Case | Group], judges: Sequence[Judge]) -> Iterator[Value]:
     """Call each function for the first case, then for the next one, and yield the values."""
     for case, judge in product(cases, judges):
         value = _call(judge, case)
@@ -229,22 +246,30 @@ def judged(cases: Sequence[Case], judges: Sequence[Judge]) -> Iterator[Value]:
             return
 
 
-def _call(judge: Judge, case: Case) -> Value:
+def _call(judge: Judge, case: Case | Group) -> Value:
     try:
-        number = finite_number(judge(case))
+        number = judge(case) if isinstance(case, Group) else finite_number(judge(case))
     except Undecided as undecided:
         return Value(UNKNOWN[str(undecided)])
     except BaseException as error:  # SystemExit is caught, too: it is the function's own
         text = f"raised {type(error).__name__}: {shown(error, _LONGEST_ERROR)}{blame(error, case.row)}"
         return Value(problem=encodable(text.replace("\n", " ")), trace=traceback_of_user(error))
+    if isinstance(number, list):
+        return Value(result=number)
     return Value(problem=f"returned {number}") if isinstance(number, str) else Value(number)
 
 
 def main() -> None:
-    """Serve functions, by their positions in `Start.paths`, and cases, until the parent ends this process."""
+    """Serve functions, by their positions in `Start`, and cases or groups, until the parent ends this process."""
     parent = Parent()
     start: Start = parent.receive()
-    judges = parent.load(start.search_path, lambda: [judge_of(path, start.config) for path in start.paths])
+    judges = parent.load(
+        start.search_path,
+        lambda: [
+            *(judge_of(path, start.config) for path in start.paths),
+            *(group_judge_of(*own) for own in start.groups),
+        ],
+    )
     parent.send(Ready())
     while (message := parent.receive()) is not None:
         functions, cases = message

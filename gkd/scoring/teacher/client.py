@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.score_checks import check_own
 from gkd.errors import ConfigError
-from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import TeacherArgs, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.client.client import Advice, Client, ClientStats, OnScored
 from teacher_server.client.connection import Connection
@@ -48,8 +48,7 @@ class ZmqTeacher:
         teacher: the settings, already checked. A request without a reply is sent again after request_timeout_s. The
             client gives up if no message at all arrived for outage_budget_s, or if the server is alive but returned no
             scores for that long plus request_timeout_s.
-        k, n_vocab, n_in_flight, fingerprint, on_scored, units: see `gkd.scoring.teacher.teacher.open_teacher`.
-        outage_budget_s: replaces the setting.
+        on_scored, units: see `gkd.scoring.teacher.teacher.open_teacher`.
         max_waiting: requests waiting in the client before a further one blocks.
 
     Raises:
@@ -60,20 +59,17 @@ class ZmqTeacher:
         self,
         teacher: TeacherConfig,
         *,
-        k: int,
-        n_vocab: int,
-        n_in_flight: int,
-        fingerprint: str = "",
-        outage_budget_s: float | None = None,
         max_waiting: int = MAX_WAITING,
         on_scored: OnScored | None = None,
         units: np.ndarray | None = None,
+        **args: Unpack[TeacherArgs],
     ) -> None:
         wire = cast(Wire, teacher.wire)
         resend_s = teacher.request_timeout_s
-        self._settings = RequestSettings(teacher.name, k, teacher.temperature, n_vocab, wire, resend_s, units)
+        sizes = args["k"], teacher.temperature, args["n_vocab"]
+        self._settings = RequestSettings(teacher.name, *sizes, wire, resend_s, units)
         self._info: TeacherInfo | None = None
-        self._budget_s = teacher.outage_budget_s if outage_budget_s is None else outage_budget_s
+        self._budget_s = args.get("outage_budget_s") or teacher.outage_budget_s
         clock = OutageClock(outage_budget_s=self._budget_s, stall_budget_s=self._budget_s + resend_s)
         keys = load_keys(teacher.keys)
         try:
@@ -84,9 +80,9 @@ class ZmqTeacher:
         self._client = Client(
             connection,
             Advice(server_command(teacher.server_ip, teacher.server_port), "teacher.keys"),
-            n_in_flight=n_in_flight,
+            n_in_flight=args["n_in_flight"],
             max_waiting=max_waiting,
-            fingerprint=fingerprint,
+            fingerprint=args.get("fingerprint", ""),
             on_scored=on_scored,
         )
 
@@ -108,7 +104,8 @@ class ZmqTeacher:
     def health(self) -> TeacherHealth:
         """See `Teacher.health`."""
         client = self._client
-        return TeacherHealth(client.silent_s, self._budget_s, client.n_in_flight, client.n_workers, client.n_queued)
+        server = client.connection
+        return TeacherHealth(client.silent_s, self._budget_s, client.n_in_flight, server.n_workers, server.n_queued)
 
     def info(self) -> TeacherInfo:
         """See `Teacher.info`; blocks until the server has loaded a model or the outage budget is spent."""

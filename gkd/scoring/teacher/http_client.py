@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import aiohttp
 import msgspec
@@ -30,7 +30,7 @@ from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.score_checks import check_own
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.scoring.teacher.http_forms import Asked, model_of, request_of, scores_of, tokens_of
-from gkd.scoring.teacher.info import Probe, TeacherInfo
+from gkd.scoring.teacher.info import Probe, TeacherArgs, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.client.outage import OutageClock
 from teacher_server.wire.protocol import MAX_ID, Signal
@@ -59,44 +59,31 @@ class HttpTeacher:
     is closed.
 
     Args:
-        k, n_vocab, n_in_flight: see `gkd.scoring.teacher.teacher.open_teacher`; n_vocab only limits the ids in replies.
-        model: id of the model, sent with each request; empty asks the server.
         probe: is repeated at a server before the first request to it after a failure, or after a time without
             requests. If the logprobs have moved, other weights have the name: TeacherError.
-        outage_budget_s: replaces the setting.
 
     Raises:
         ConfigError: the variable of teacher.api_key_env is not set here.
     """
 
-    def __init__(
-        self,
-        teacher: TeacherConfig,
-        *,
-        k: int,
-        n_vocab: int,
-        n_in_flight: int,
-        model: str = "",
-        probe: Probe | None = None,
-        outage_budget_s: float | None = None,
-    ) -> None:
+    def __init__(self, teacher: TeacherConfig, *, probe: Probe | None = None, **args: Unpack[TeacherArgs]) -> None:
         self._teacher = teacher
-        self._k = k
-        self._n_vocab = n_vocab or MAX_ID + 1
-        self._model = model
+        self._k = args["k"]
+        self._n_vocab = args["n_vocab"] or MAX_ID + 1
+        self._model = args.get("fingerprint", "")  # id of the model, sent with each request; empty asks the server
         self._probe = probe
         self._urls = [url.rstrip("/") for url in teacher.url]
         self._next_url = itertools.cycle(self._urls)
         self._next_ping = itertools.cycle(self._urls)
         self._api_key = _api_key(teacher.api_key_env)
-        budget_s = teacher.outage_budget_s if outage_budget_s is None else outage_budget_s
+        budget_s = args.get("outage_budget_s") or teacher.outage_budget_s
         self._clock = OutageClock(outage_budget_s=budget_s, stall_budget_s=budget_s + teacher.request_timeout_s)
         self._trouble = ""  # last failure, for the error text
         self._closed = False
         # The attributes below are used only by the thread of the loop.
         self._pending: set[asyncio.Future[Any]] = set()
         self._gone: asyncio.Future[TeacherError] | None = None  # the error that ends all pending requests
-        self._window = asyncio.Semaphore(n_in_flight)
+        self._window = asyncio.Semaphore(args["n_in_flight"])
         self._unproved = set(self._urls)  # servers whose weights may be others than those of the probe
         self._proving: dict[str, asyncio.Task[tuple[int, bytes]]] = {}
         self._loop = asyncio.new_event_loop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 
 class Probe(NamedTuple):
@@ -44,6 +44,17 @@ class TeacherInfo:
     def numerics(self) -> str:
         """Return what else than the weights its scores depend on."""
         return f"{self.engine} {self.dtype}"
+
+
+class TeacherArgs(TypedDict):
+    """Arguments with which every kind of teacher is opened."""
+
+    k: int  # top-k entries per response position
+    n_vocab: int  # the teacher's rows are truncated to these and then normalized; 0: all. HTTP: a limit of ids alone
+    n_in_flight: int  # maximum number of requests at the teacher; others wait here
+    # Expected weights; scores of others raise TeacherError. Empty: those of the first reply. HTTP: the id of the model.
+    fingerprint: NotRequired[str]
+    outage_budget_s: NotRequired[float | None]  # replaces the setting
 
 
 def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import numpy as np
 
 from gkd.config.schema_teacher import HTTP, TeacherConfig
 from gkd.scoring.teacher.client import ZmqTeacher
-from gkd.scoring.teacher.info import Probe, TeacherInfo
+from gkd.scoring.teacher.info import Probe, TeacherArgs, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.client.client import OnScored
 from teacher_server.wire.protocol import Signal
@@ -66,25 +66,15 @@ class Teacher(Protocol):
 def open_teacher(
     teacher: TeacherConfig,
     *,
-    k: int,
-    n_vocab: int,
-    n_in_flight: int,
-    fingerprint: str = "",
     probe: Probe | None = None,
-    outage_budget_s: float | None = None,
     on_scored: OnScored | None = None,
     units: np.ndarray | None = None,
+    **args: Unpack[TeacherArgs],
 ) -> Teacher:
     """Return the teacher that these settings name.
 
     Args:
-        k: top-k entries per response position.
-        n_vocab: size of the common vocabulary. The teacher's rows are truncated to it and then normalized. 0 = all.
-        n_in_flight: maximum number of requests at the teacher; others wait here.
-        fingerprint: expected weights; scores of others raise TeacherError. Empty expects those of the first reply.
-            Of an HTTP server it is the id of the model.
         probe: expected weights of an HTTP server, see `HttpTeacher`.
-        outage_budget_s: replaces the setting.
         on_scored: called with each reply of a teacher server and the number of sequences that are complete with it.
         units: [V'] int32, the unit of each of the teacher's tokens: a teacher server lists `n_vocab` units.
 
@@ -94,22 +84,5 @@ def open_teacher(
     if teacher.backend == HTTP:
         from gkd.scoring.teacher.http_client import HttpTeacher  # imports aiohttp
 
-        return HttpTeacher(
-            teacher,
-            k=k,
-            n_vocab=n_vocab,
-            n_in_flight=n_in_flight,
-            model=fingerprint,
-            probe=probe,
-            outage_budget_s=outage_budget_s,
-        )
-    return ZmqTeacher(
-        teacher,
-        k=k,
-        n_vocab=n_vocab,
-        n_in_flight=n_in_flight,
-        fingerprint=fingerprint,
-        outage_budget_s=outage_budget_s,
-        on_scored=on_scored,
-        units=units,
-    )
+        return HttpTeacher(teacher, probe=probe, **args)
+    return ZmqTeacher(teacher, on_scored=on_scored, units=units, **args)

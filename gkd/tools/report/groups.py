@@ -13,7 +13,8 @@ from typing import Any
 
 from gkd.errors import CheckpointError, ConfigError
 from gkd.metrics.token_groups import OTHER, SAME, SURE_OF_OTHER, student_choice
-from gkd.tools.report.read import Run, json_lines
+from gkd.metrics.writer import json_lines
+from gkd.tools.report.read import Run
 from gkd.tools.report.samples import COLORS, TokenTexts
 
 KINDS = ("end token", "digits", "words", "punctuation", "space", "observation")
@@ -102,7 +103,7 @@ def read_evaluation(step: int, file: Path, texts: TokenTexts, *, is_first: bool)
     records = list(json_lines(file))
     if not records:
         raise CheckpointError(f"{file}: no complete line; wait until the evaluation is written, or delete the file")
-    for number, record in enumerate(records, start=1):
+    for number, record in records:
         try:
             _add(result, record, kind_of, missing)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gkd.cluster.gpu_table import GpuMap, gpu_map_from_json
 from gkd.config.load import yaml_values
-from gkd.errors import CheckpointError, ConfigError
-from gkd.metrics.writer import read_metrics
+from gkd.errors import ConfigError
+from gkd.metrics.writer import json_lines, read_metrics
 from gkd.run.disk import naming
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
@@ -77,7 +76,7 @@ class Run:
             CheckpointError: a line is damaged.
         """
         file = self.root / "environment.jsonl"
-        return list(json_lines(file)) if file.exists() else []
+        return [line for _, line in json_lines(file)] if file.exists() else []
 
     def step_files(self, folder: str) -> dict[int, Path]:
         """Return step -> file of samples/ or token_losses/, ascending."""
@@ -108,24 +107,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         _read(folder, name if names.count(name) == 1 else str(folder))
         for folder, name in zip(folders, names, strict=True)
     ]
-
-
-def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file with one JSON object per line, without an incomplete last line.
-
-    Raises:
-        CheckpointError: the file cannot be read, or a line is not a JSON object; names the line.
-    """
-    for number, line in enumerate(_bytes(file).split(b"\n")[:-1], start=1):
-        if line:
-            try:
-                content = json.loads(line)
-            except ValueError as error:  # JSON's and UTF-8's errors alike
-                problem = f"{file}: line {number} is not valid JSON ({error})"
-                raise CheckpointError(f"{problem}; delete it, or restore the file") from error
-            if not isinstance(content, dict):
-                raise CheckpointError(f"{file}: line {number} is not a JSON object; delete it, or restore the file")
-            yield content
 
 
 def _read(folder: Path, name: str) -> Run:

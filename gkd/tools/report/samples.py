@@ -13,7 +13,7 @@ import io
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ from tokenizers import Tokenizer
 from gkd.config.load import yaml_values
 from gkd.errors import CheckpointError
 from gkd.hf.hub import cached_folder
+from gkd.metrics.writer import json_lines
 from gkd.run.folder import IMAGES, SHOWN_RESPONSES
-from gkd.tools.report.read import Run, json_lines
+from gkd.tools.report.read import Run
 from teacher_server.vision.images import decode
 
 T = TypeVar("T")
@@ -213,11 +214,11 @@ def _word_diff(before: str, after: str) -> list[tuple[str, str]]:
 
 def _first(file: Path, n: int, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return the first lines of a file. Raises CheckpointError: one is damaged, or lacks a key."""
-    lines = [line for line, _ in zip(json_lines(file), range(n), strict=False)]
-    for number, line in enumerate(lines, start=1):
+    lines = list(islice(json_lines(file), n))
+    for number, line in lines:
         if missing := [key for key in keys if key not in line]:
             raise CheckpointError(f"{file}: line {number} lacks {missing[0]!r}; delete the file, or restore it")
-    return lines
+    return [line for _, line in lines]
 
 
 def _prompt(record: dict[str, Any], texts: TokenTexts, images: Thumbnails) -> str | list[Any]:

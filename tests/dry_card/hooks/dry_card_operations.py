@@ -280,11 +280,13 @@ def layers_of_vllm() -> dict[str, Callable[..., Any]]:
 
 
 def adapt_triton() -> None:
-    """Let Triton's interpreter compute in bfloat16, and run vLLM's kernels of recurrent layers."""
+    """Let Triton's interpreter compute in bfloat16, and run the kernels of recurrent layers of vLLM and of fla."""
+    import ast
+
     import triton.language as tl
     from triton.language.extra import cuda
     from triton.runtime.autotuner import Autotuner
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle, _implicit_cvt
+    from triton.runtime.interpreter import ASTTransformer, GridExecutor, InterpreterBuilder, TensorHandle, _implicit_cvt
 
     def widened(self, *given, compute):  # type: ignore
         """Compute bfloat16 in float32. The interpreter would compute with the bits."""
@@ -306,6 +308,15 @@ def adapt_triton() -> None:
         self.configs = self.configs[:1]  # To measure them takes minutes.
         return run(self, *given, **named)
 
+    def with_tensor(self, loop):  # type: ignore
+        """Make the variable of a loop over `range` a tensor, as in compiled code. The interpreter has a number."""
+        self.generic_visit(loop)
+        if ast.unparse(loop.iter).startswith("range("):
+            name = ast.unparse(loop.target)
+            loop.body = ast.parse(f"{name} = interpreter_semantic.to_tensor({name}, False)").body + loop.body
+        return loop
+
+    ASTTransformer.visit_For = with_tensor
     for name in ("binary_op", "create_dot"):
         setattr(InterpreterBuilder, name, partialmethod(widened, compute=getattr(InterpreterBuilder, name)))
     GridExecutor.__init__, Autotuner.run = with_grid, run_first

@@ -1,7 +1,8 @@
-"""Check what `gkd generate` needs of a run before the teacher writes answers."""
+"""Check what `gkd score` and `gkd generate` need of a run before teachers score or answer its dataset rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,10 @@ from gkd.data.prompts import RowReader, load_prompts
 from gkd.errors import ConfigError
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.log import get_logger
+from gkd.preflight.prompts import training_prompts
 from gkd.preflight.run import common_vocab, find_teachers, read_student
 from gkd.preflight.student import chosen
-from gkd.preflight.teacher import check_reachable
+from gkd.preflight.teacher import check_masked, check_reachable
 from gkd.preflight.user_code import environment_tools
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
@@ -23,18 +25,42 @@ log = get_logger("preflight")
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationPlan:
-    """Hold the prompts to answer, and the teacher that answers them."""
+class DatasetPlan:
+    """Hold the rows of data.train_files, and the teachers that score or answer them."""
 
     config: Config
-    prompts: list[Prompt]  # with their rows
+    prompts: list[Prompt]  # to score: with their responses; to answer: with their rows
     tokenizer: Any
     eos_ids: list[int]
-    teacher: TeacherInfo
-    n_vocab: int  # ids that student and teacher share
+    teachers: tuple[TeacherInfo, ...]  # one per route
+    n_vocab: int  # ids that student and teachers share
 
 
-def check_generation(config: Config) -> GenerationPlan:
+def check_scoring(config: Config) -> DatasetPlan:
+    """Check the settings of a run, its data and its teachers. Needs no GPU, and makes no run folder.
+
+    Raises:
+        ConfigError: naming key, value and fix: also if there is no store, or it cannot keep a teacher's scores.
+        TeacherUnavailable: no teacher server replies.
+    """
+    check_config(config)
+    if not config.teacher.store:
+        fix = "name a folder, and use distill.on_policy_share below 1."
+        raise config.error("teacher.store", "scores need a folder that keeps them.", fix)
+    for route in config.derived.routes:
+        if not route.teacher.kind.is_described:
+            problem = "these servers send no digest of their weights, so the store keeps no scores of them."
+            raise route.error("backend", problem, "use a teacher server: gkd teacher.")
+    plan, n_student_vocab = _plan(
+        config,
+        lambda config, tokenizer, ends: training_prompts(config, tokenizer, ends, environment_tools(config, tokenizer)),
+    )
+    if plan.n_vocab < n_student_vocab:
+        check_masked(plan.config, plan.n_vocab, plan.eos_ids, plan.prompts)
+    return plan
+
+
+def check_generation(config: Config) -> DatasetPlan:
     """Check the settings of a run, the rows of data.train_files and the teacher. Needs no GPU, makes no run folder.
 
     Raises:
@@ -43,17 +69,27 @@ def check_generation(config: Config) -> GenerationPlan:
     """
     check_supported(config)
     check_config(config)
-    (route,) = config.derived.routes
-    check_reachable(route)
-    config = chosen(with_local_copies(config.with_values(pinned_names(config)), (*MODELS, *FILES)))
-    tokenizer, n_student_vocab, eos_ids = read_student(config)
+    return _plan(config, _to_answer)[0]
+
+
+def _to_answer(config: Config, tokenizer: Any, _: Sequence[int]) -> list[Prompt]:
     reader = RowReader(config.data, tokenizer, config.teacher, environment_tools(config, tokenizer))
     prompts, n_dropped = load_prompts(config.data.train_files, "data.train_files", reader, keep_rows=True)
     if n_dropped:
         log.warning("dropped %d prompts longer than data.max_prompt_length or that of the teacher", n_dropped)
-    (teacher,) = teachers = find_teachers(config, "cpu")
+    return prompts
+
+
+def _plan(config: Config, read: Callable[[Config, Any, Sequence[int]], list[Prompt]]) -> tuple[DatasetPlan, int]:
+    """Return the plan with the prompts that `read` returns, and the number of the student's ids."""
+    for route in config.derived.routes:
+        check_reachable(route)
+    config = chosen(with_local_copies(config.with_values(pinned_names(config)), (*MODELS, *FILES)))
+    tokenizer, n_student_vocab, eos_ids = read_student(config)
+    prompts = read(config, tokenizer, eos_ids)
+    teachers = find_teachers(config, "cpu")
     n_vocab = common_vocab(config, teachers, tokenizer, n_student_vocab)
-    return GenerationPlan(config, prompts, tokenizer, eos_ids, teacher, n_vocab)
+    return DatasetPlan(config, prompts, tokenizer, eos_ids, teachers, n_vocab), n_student_vocab
 
 
 def check_supported(config: Config) -> None:
