@@ -34,9 +34,9 @@ PADDED = {"packing": False}
 IN_CI: dict[str, dict[str, Any]] = {
     "gemma2": RECOMPUTE,  # windows and soft caps
     "qwen3_moe": PADDED,
-    "qwen3_5_text": {},  # delta nets
 }
 MECHANISMS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},  # delta nets
     "gpt_oss": {},  # sinks
     "granitemoehybrid": {},  # Mamba
     "deepseek_v3": {},  # latent attention
