@@ -295,6 +295,7 @@ def _fsdp(config: Config, layout: ParallelLayout, collective_timeout_s: float, c
     return FsdpStudent(
         config.model.path,
         recompute=config.actor.recompute,
+        compiles=config.actor.compile,
         packing=config.actor.packs,
         cp=config.actor.cp,
         cpu_offload=config.actor.fsdp_cpu_offload,

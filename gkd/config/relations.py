@@ -39,6 +39,7 @@ EXCLUDES = """\
 !data.teacher_key | teacher.routes | a column of the data has to name the route of a row
 !teacher.path | teacher.backend=local | it needs a model
 actor.attention | model.dtype=float32 | FlashAttention computes in 16 bits
+actor.compile=on | actor.cp | ranks exchange columns within a layer, which is not compiled
 actor.fused_lm_head | teacher.tokenizer | texts are compared in chunks of rows
 actor.layers=te | actor.lora.rank | Transformer Engine's matrices include the norm, which is the input of adapters
 data.images_key | actor.strategy=megatron | it trains a language model without its vision tower

@@ -33,7 +33,10 @@ class StudentBackend(NamedTuple):
 _DATA_PARALLEL = Limit((1,), "is data and context parallel only")
 BACKENDS = {
     "megatron": StudentBackend(
-        {"fsdp_cpu_offload": Limit((False,), "does not shard its weights")},
+        {
+            "fsdp_cpu_offload": Limit((False,), "does not shard its weights"),
+            "compile": Limit(("auto", "off"), "compiles what actor.layers says"),
+        },
         shards_every_tensor=False,
         adapts_moe_models=False,
     ),
@@ -115,6 +118,10 @@ class ActorConfig:
     """megatron: modules of the layers. auto = Megatron's own, on cuda with SwiGLU and the rotary embedding compiled
     to one kernel each (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which
     must be installed."""
+    compile: str = key("off", choices=("off", "auto", "on"), resume=True)
+    """fsdp2: compile each layer with torch.compile (needs a C compiler) and compare it at the start with the layer of
+    transformers. auto = on cuda; after a failure the layers run uncompiled, with the reason in the log. on = also on
+    cpu, and a failure ends the run."""
     attention: str = key("auto", choices=("auto", "fa3", "fa4"), resume=True)
     """Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package must
     be installed. Those need model.dtype=bfloat16."""

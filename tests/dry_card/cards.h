@@ -40,6 +40,9 @@ API inline void dry_card_note(const char* text) {  // report something once, wit
   static auto& seen = *new std::set<std::string>; LOCK;
   if (setting("VERBOSE") && seen.insert(text).second) fprintf(stderr, "[dry_card %d] %s\n", getpid(), text);
 }
+// ---- What this process has launched; dry_card_launches reads it
+enum Launch { KERNEL, PRODUCT, COPY, FILL };
+inline std::atomic<long> launched[4];  // PRODUCT: of cuBLAS, a call each
 [[noreturn]] inline void stop(const char* problem) { perror((std::string("[dry_card] ") + problem).c_str()); abort(); }
 
 // ---- Cards. The last 48 bits of a UUID are a hash of the machine's name and the number of the card.

@@ -27,6 +27,7 @@ FAMILY = re.compile(
     r"(?!cudnnGet(Version|ErrorString|CudartVersion)|cublasGetStatus|cublasLtGetVersion|cusparseLt)"
     r"(_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cufile)"
 )
+PRODUCT = re.compile(r"cublas(Lt)?\w*(gemm|Gemm|Matmul)(_64|Ex|Batched|Strided)*$")  # calls that launch a product
 # vLLM, Triton and torch look these up by name, so that no library lists them as undefined.
 BY_NAME = """cudaDeviceReset cuCtxGetLimit cuCtxSetLimit cuLaunchKernel cuLaunchKernelEx nvmlInit_v2 nvmlInitWithFlags
     nvmlShutdown nvmlDeviceGetP2PStatus nvmlDeviceGetNvLinkRemoteDeviceType nvmlDeviceGetNvLinkRemotePciInfo_v2"""
@@ -46,8 +47,9 @@ def build_cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path
     listing = subprocess.run(["nm", "-D", "--undefined-only", *users], capture_output=True, text=True).stdout
     needed = sorted({*filter(FAMILY.match, re.findall(r" U (\w+)", listing)), *BY_NAME.split()})
     # The linker prefers a call of the C++ files to a weak one.
-    stub = 'API __attribute__((weak)) long {0}() {{ dry_card_note("{0} (stub)"); return 0; }}\n'
-    stubs.write_text('#include "cards.h"\n' + "".join(stub.format(name) for name in needed))
+    stub = 'API __attribute__((weak)) long {0}() {{ {1}dry_card_note("{0} (stub)"); return 0; }}\n'
+    counts = {name: "launched[PRODUCT]++; " for name in needed if PRODUCT.match(name)}
+    stubs.write_text('#include "cards.h"\n' + "".join(stub.format(name, counts.get(name, "")) for name in needed))
     options = [f"-Wl,--version-script={versions}", f"-I{headers}", f"-I{HERE}", f"-o{library}"]
     subprocess.run([*GXX.split(), *options, *HERE.glob("*.cpp"), stubs, "-ldl", "-lpthread"], check=True)
     return library

@@ -63,7 +63,7 @@ static E catch_up(void* stream, size_t until = ~0ul) {  // make the first `until
 }
 API void dry_card_use_stream(void* stream) { catch_up(stream); }  // an operation runs on it now
 static E copy(void* to, const void* from, size_t n, void* stream) {
-  static bool late = setting("LATE"); LOCK; Stream* s = known(stream);
+  static bool late = setting("LATE"); LOCK; Stream* s = known(stream); launched[COPY]++;
   auto now = [=] { memcpy(to, from, n); };
   s && late ? s->late.push_back(now) : now(); if (s) s->issued++;
   return ready();
@@ -122,7 +122,7 @@ API E cudaMemcpy(void* to, void* from, size_t n) { return copy(to, from, n, null
 API E cudaMemcpyAsync(void* to, void* from, size_t n, int, void* stream) { return copy(to, from, n, stream); }
 API E cudaMemcpyPeerAsync(void* to, int, void* from, int, size_t n, void* stream) { return copy(to, from, n, stream); }
 API E cudaMemsetAsync(void* to, int value, size_t n, void* stream) {
-  TRY(catch_up(stream)); return memset(to, value, n), OK;
+  TRY(catch_up(stream)); launched[FILL]++; return memset(to, value, n), OK;
 }
 API E cudaMemset(void* to, int value, size_t n) { return cudaMemsetAsync(to, value, n, nullptr); }
 
@@ -160,8 +160,11 @@ API E cudaIpcOpenMemHandle(void** out, Handle handle, unsigned) {
 // ---- Kernels: `kernel<<<grid, block>>>(...)` compiles to this call, and to a launch if its result is 0
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block) {
   bool good = grid.x && grid.y && grid.z && grid.y < 65536 && grid.z < 65536 && block.x * block.y * block.z - 1 < 1024;
-  return good ? ready() : fail(cudaErrorInvalidConfiguration), 1;
+  launched[KERNEL]++; return good ? ready() : fail(cudaErrorInvalidConfiguration), 1;
 }
+API E cudaLaunchKernelExC() { launched[KERNEL]++; return ready(); }
+ALSO(cuLaunchKernel, cudaLaunchKernelExC) ALSO(cuLaunchKernelEx, cudaLaunchKernelExC)  // Triton's launchers
+API long dry_card_launches(int kind) { return launched[kind]; }
 API E cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
   *out = {}; out->maxThreadsPerBlock = 1024, out->numRegs = 32, out->maxDynamicSharedSizeBytes = 232448;
   out->ptxVersion = out->binaryVersion = 90; return OK;

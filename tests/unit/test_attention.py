@@ -66,6 +66,23 @@ def test_equals_dense_attention(heads: tuple[int, int], packed: bool, scores: Sc
         assert float((a - b).abs().max()) <= 1e-12
 
 
+@pytest.mark.parametrize("scores", [SCORES[0], SCORES[-1]], ids=str)
+def test_compiled_code_computes_a_pack(scores: Scores) -> None:
+    """Fails if attention breaks a graph, or its operation there has other values or derivatives."""
+    inputs = tuple(tensor.requires_grad_() for tensor in _inputs(4, 2))
+    if scores.sinks is not None:
+        sinks = torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()
+        scores = scores._replace(sinks=sinks)
+        inputs = (*inputs, sinks)
+
+    def doubled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * causal_attention(2 * q, k, v, _borders(), scores=scores)
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    for a, b in zip(*(_with_grads(run(*inputs[:3]), inputs) for run in (compiled, doubled)), strict=True):
+        assert float((a - b).abs().max()) <= 1e-12
+
+
 def test_a_pack_is_one_row() -> None:
     """Fails if several packed rows are split by the boundaries of one."""
     with pytest.raises(ValueError):

@@ -73,6 +73,7 @@ rollout.temperature=0  rollout.n=2 -> rollout.temperature
 rollout.temperature=0.005
 rollout.temperature=2.5
 actor.strategy=megatron  actor.fsdp_cpu_offload=true
+actor.strategy=megatron  actor.compile=on
 eval.metric=exact_match  eval.answer_marker=
 teacher.name=LONG
 teacher.mass=0.9  teacher.signal=hidden -> teacher.mass
@@ -294,6 +295,7 @@ trainer.keep_best=eval/kl  distill.loss=k1 -> trainer.keep_best
 """,
     "actor.cp=2  trainer.n_gpus_per_node=2": """
 actor.strategy=fsdp2  actor.packing=false -> actor.cp
+actor.strategy=fsdp2  actor.compile=on
 teacher.tokenizer=t
 """,
     "trainer.colocate=true": """

@@ -9,7 +9,7 @@ Letters: B rows, S columns, D head size, n sequences of a pack.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,14 @@ def causal_attention(
         raise ValueError(f"packed sequences must be one row, and q has {q.shape[0]}")
     if _has_varlen_kernel(q) and scores.cap is None and scores.sinks is None:
         return _varlen(q, k, v, cu_seqlens, max_length, scores)
+    if torch.compiler.is_compiling():
+        of_pack: Tensor = _compiled_each(q, k, v, cu_seqlens, scores.sinks, scores.scale, scores.window, scores.cap)
+        return of_pack
+    return _each(q, k, v, cu_seqlens, scores)
+
+
+def _each(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scores: Scores) -> Tensor:
+    """Compute the sequences of a pack one after the other."""
     lengths = cu_seqlens.diff().tolist()
     sequences = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
     return torch.cat([_one(a, b, c, scores) for a, b, c in sequences], dim=2)
@@ -102,6 +110,68 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         logits = torch.cat([logits, scores.sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)], dim=-1)
     weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., :size]
     return weights.to(v.dtype) @ v
+
+
+# `_each` as one operation of compiled code, which cannot contain a loop over lengths that only the data has. Its
+# backward pass computes the scores again, because an operation cannot hand over the graph of what it computed.
+
+
+@torch.library.custom_op("gkd::attention_of_pack", mutates_args=())
+def _compiled_each(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    return _each(q, k, v, cu_seqlens, Scores(scale, window, cap, sinks)).contiguous()
+
+
+@_compiled_each.register_fake
+def _(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@torch.library.custom_op("gkd::attention_of_pack_backward", mutates_args=())
+def _compiled_each_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> list[Tensor]:
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    scores = Scores(scale, window, cap, None if sinks is None else inputs[3])
+    # Within an operation torch records no graph, unless the key is taken from those that are left out.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        output = _each(inputs[0], inputs[1], inputs[2], cu_seqlens, scores)
+        return [x.contiguous() for x in torch.autograd.grad(output, inputs, grad)]
+
+
+@_compiled_each_backward.register_fake
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, _cu: Tensor, sinks: Tensor | None, *_more: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:5])
+    ctx.scores = inputs[5:]
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, of_sinks = (*_compiled_each_backward(grad, *ctx.saved_tensors, *ctx.scores), None)[:4]
+    return q, k, v, None, of_sinks, None, None, None
+
+
+_compiled_each.register_autograd(_gradients, setup_context=_keep)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

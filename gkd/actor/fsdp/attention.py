@@ -35,6 +35,7 @@ class Pack:
 
     cu_seqlens: Tensor | None  # [n + 1] int32, on the device of the activations; None: each row is one sequence
     lengths: Sequence[int] = ()  # tokens of each sequence
+    longest: int | None = None  # their maximum, if known
     calls: list[str] | None = None  # list to which attention and recurrent modules append the names of their classes
     group: dist.ProcessGroup | None = None  # ranks that have other columns of the same rows
 
@@ -61,15 +62,15 @@ def packed_attention(
     """
     passes_window = "sliding_window" in kwargs
     window = kwargs.pop("sliding_window", None) or None  # 0 means none, too
-    refuse_features(module, attention_mask, kwargs, passes_window=passes_window)
+    of = pack or Pack(None)
+    if not torch.compiler.is_compiling():  # what is compiled has been probed without
+        refuse_features(module, attention_mask, kwargs, passes_window=passes_window)
+        if of.calls is not None:
+            of.calls.append(type(module).__name__)
     if dropout:
         raise ModelError(f"{type(module).__name__} requests attention dropout {dropout}; the student trains without.")
-    of = pack or Pack(None)
-    if of.calls is not None:
-        of.calls.append(type(module).__name__)
     scores = Scores(scaling, window, softcap, s_aux)
-    longest = max(of.lengths, default=None)
-    context = causal_attention(query, key, value, of.cu_seqlens, max_length=longest, scores=scores, group=of.group)
+    context = causal_attention(query, key, value, of.cu_seqlens, max_length=of.longest, scores=scores, group=of.group)
     return context.transpose(1, 2).contiguous(), None
 
 
@@ -111,13 +112,18 @@ def run_per_sequence(model: nn.Module) -> None:
     It runs once for each of them. On a GPU, modules for which `computes_packs` is true run once for the pack.
     """
     for module in [*model.modules()]:
-        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+        if is_recurrent(module):
             module.forward = _PerSequence(model, module)
 
 
 def layers_with_boundaries(model: nn.Module) -> list[nn.Module]:
     """Return the modules that compute a pack in one call, if it is on a GPU."""
     return [m for m in model.modules() if isinstance(m.forward, _PerSequence) and m.forward.takes_boundaries]
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module has a convolution over the columns of its own."""
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def check_columns(model: nn.Module, cp: int) -> None:

@@ -8,6 +8,7 @@ Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the LM he
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -280,7 +282,10 @@ def shard(
         into_one_block(root, pinned=True)
     for module in fsdp_modules(root):
         # A plain sum, divided once by the global number of tokens; gloo supports neither averages nor factors.
-        module.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # one rank would divide all its gradients by 1
+            module.set_gradient_divide_factor(1.0)
+        elif not offload:
+            cast_together(module)
         module.set_force_sum_reduction_for_comms(True)
         # A parameter without gradient on a rank, such as an expert without tokens, must join the reduction as zeros.
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -411,6 +416,42 @@ _PINNED: list[Tensor] = []
 def shard_records(module: Any) -> list[Any]:
     """Return fully_shard's internal records of the parameters that are gathered with one module."""
     return [record for group in module._get_fsdp_state()._fsdp_param_groups for record in group.fsdp_params]
+
+
+def cast_together(module: Any) -> None:
+    """Let one rank copy the weights that are gathered with `module` in one launch, in the dtype of computations.
+
+    fully_shard copies them together on several ranks, but casts and copies each by itself on one. Depends on private
+    names of torch 2.13, like `into_one_block`.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        group.wait_for_unshard = MethodType(_wait_for_cast, group)
+
+
+@torch.no_grad()
+def _wait_for_cast(group: Any) -> None:
+    """Do what `FSDPParamGroup.wait_for_unshard` does with one rank."""
+    if not group._all_gather_result:
+        return
+    pairs: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # one kernel has one pair of dtypes
+    for record in group.fsdp_params:
+        held = record._sharded_param_data
+        dtype = record.param_dtype or held.dtype
+        record.init_all_gather_outputs([held.numel()], [dtype], 1, group.device)
+        whole = record.all_gather_outputs[0]
+        alloc_storage(whole)
+        pairs[held.dtype, dtype].append((whole, held))
+    for same in pairs.values():
+        copies, shards = zip(*same, strict=True)
+        with torch.autograd._unsafe_preserve_version_counter(copies):
+            torch._foreach_copy_(copies, shards)
+    for record in group.fsdp_params:
+        record.init_unsharded_param()
+    group._to_unsharded()
+    done = group.device_handle.Event()
+    done.record()
+    group._wait_all_gather_streams_on_event(done)
+    group._all_gather_result = None
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from gkd.actor.common.step import (
     with_next_tokens,
 )
 from gkd.actor.fsdp.attention import Pack
+from gkd.actor.fsdp.compiled import uncompiled
 from gkd.actor.fsdp.model import LossModel, passes_of
 from gkd.actor.fsdp.vision import check_images, read_images
 from gkd.data.collate import parts_of, without_targets
@@ -61,14 +62,16 @@ def run_batch(
     filler = model.columns.part_of(empty_micro_batch())
     with passes_of(model):
         for i in range(max(1, agreement.largest)):
-            batch = rank_batches[i] if i < len(rank_batches) else filler
+            has_work = i < len(rank_batches)
+            batch = rank_batches[i] if has_work else filler
             targets = batch.targets
             assert targets is not None  # checked
             later = without_targets(rank_batches[i + 1 : i + 2]) if reader is not None else ()
-            loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=model.fused)
-            totals += torch.cat([token_counts(batch, targets, device), values])
-            if backward:
-                loss_sum.backward()
+            with uncompiled(when=not has_work):
+                loss_sum, values = forward(model, batch, device, later, targets=targets, loss=loss, fused=model.fused)
+                totals += torch.cat([token_counts(batch, targets, device), values])
+                if backward:
+                    loss_sum.backward()
     names = loss.report_names
     if reader is not None:
         n_image_tokens = sum(int((b.tokens == reader.token_id).sum()) for b in without_targets(micro_batches))
@@ -108,10 +111,11 @@ def run_logprobs(
             later = rank_batches[i + 1 : i + 2]
             assert batch.targets is not None
             ids = batch.targets.sampled_ids.to(device)
-            if model.fused:
-                logprobs = forward(model, batch, device, later, use=partial(logprobs_of_hidden, loss, ids=ids))
-            else:
-                logprobs = logprobs_of_logits(loss, forward(model, batch, device, later), ids)
+            with uncompiled(when=i >= len(rank_batches)):
+                if model.fused:
+                    logprobs = forward(model, batch, device, later, use=partial(logprobs_of_hidden, loss, ids=ids))
+                else:
+                    logprobs = logprobs_of_logits(loss, forward(model, batch, device, later), ids)
             outputs += [logprobs.float().cpu()] if i < len(rank_batches) else []
     return model.columns.whole(outputs, batches)
 
@@ -147,7 +151,8 @@ def forward(
     positions = None
     group = model.columns.group
     if batch.cu_seqlens is not None:
-        pack = Pack(batch.cu_seqlens.to(device), batch.cu_seqlens.diff().tolist(), group=group)
+        lengths = batch.cu_seqlens.diff().tolist()
+        pack = Pack(batch.cu_seqlens.to(device), lengths, max(lengths), group=group)
     elif group is not None:
         pack = Pack(None, group=group)
     if pack is not None:

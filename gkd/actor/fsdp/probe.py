@@ -77,7 +77,7 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
     if packing:
         # On the meta device nothing is computed, but the boundaries are read.
         boundaries = torch.tensor([0, 2, 3], dtype=torch.int32, device="cpu" if device.type == "meta" else device)
-        pack = Pack(boundaries, (2, 1), calls)
+        pack = Pack(boundaries, (2, 1), 2, calls)
         arguments = {"pack": pack, "position_ids": torch.tensor([[0, 1, 0]], device=device)}
     seen: dict[str, Tensor] = {}
 
@@ -198,7 +198,8 @@ def _logits(root: LossModel, texts: Sequence[Tensor]) -> Tensor:
     borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     rows = torch.arange(sum(lengths), device=device)
-    logits: Tensor = root(torch.cat(list(texts))[None], rows, position_ids=positions[None], pack=Pack(borders, lengths))
+    pack = Pack(borders, lengths, max(lengths))
+    logits: Tensor = root(torch.cat(list(texts))[None], rows, position_ids=positions[None], pack=pack)
     return logits
 
 

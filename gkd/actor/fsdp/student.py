@@ -28,6 +28,7 @@ from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.common.step import BatchSums
 from gkd.actor.fsdp.attention import check_columns
+from gkd.actor.fsdp.compiled import compile_layers
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, freeze_vision, frozen_vision, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import (
@@ -63,6 +64,7 @@ class FsdpStudent(Student):
         model_path: str | Path,
         *,
         recompute: str = "none",
+        compiles: str = "off",
         packing: bool = True,
         cp: int = 1,
         cpu_offload: bool = False,
@@ -76,6 +78,7 @@ class FsdpStudent(Student):
         Args:
             recompute: none | full. full: keep only the inputs of each layer and repeat its forward pass in the backward
                 pass.
+            compiles: auto | on | off: compile the layers, see the key actor.compile.
             packing: accept packed micro-batches. Padded ones are accepted in either case.
             cp: neighboring ranks that share each micro-batch; above 1 it needs `packing`.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
@@ -131,6 +134,9 @@ class FsdpStudent(Student):
         init_adapters(self._adapters, args["seed"])
         on_phase("probing a forward pass")
         probe(self.model, packing=packing, fused=self._fused, device=device)
+        if compiles == "on" or (compiles == "auto" and device.type == "cuda"):
+            on_phase("compiling the layers")
+            compile_layers(self.model, must=compiles == "on", packing=packing, dtype=dtype, device=device)
         on_phase("creating the optimizer")
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)

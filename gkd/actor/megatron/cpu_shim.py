@@ -1,4 +1,4 @@
-"""Patch Megatron-core to run without CUDA, on gloo and CPU tensors. No-op if CUDA is available.
+"""Patch Megatron-core to run without CUDA, on gloo and CPU tensors. If CUDA is available, only for the products of 6.
 
 Megatron-core has no CPU switch. Six kinds of code assume CUDA. Each kind is handled in one way, so that an
 upgrade that adds another one fails a test instead of a run:
@@ -9,7 +9,8 @@ upgrade that adds another one fails a test instead of a run:
     4. streams and compiled functions of the        replaced by plain Python functions
        mixture-of-experts layer
     5. collectives that NCCL does in place          left out in a group of one rank: gloo copies the whole buffer
-    6. apex's products that add to a gradient       replaced by torch's, and the embedding's gradient is added likewise
+    6. apex's products that add to a gradient       replaced by torch's, and the embedding's gradient is added likewise;
+                                                    the products also on CUDA
 
 A TorchFunctionMode would be tidier for 3, but modes are inactive in the backward pass of
 recomputed layers, which runs on autograd's threads.
@@ -44,15 +45,16 @@ _touched: tuple[str, ...] | None = None
 
 
 def install_cpu_shim() -> tuple[str, ...]:
-    """Make Megatron-core usable without CUDA in this process. Idempotent; affects the whole process.
+    """Make Megatron-core usable without CUDA and apex in this process. Idempotent; affects the whole process.
 
     Returns:
-        The dotted names of what was replaced or rewritten, sorted; empty if CUDA is available.
+        The dotted names of what was replaced or rewritten, sorted.
     """
     global _touched
     if _touched is None:
-        kinds = (_replace_functions, _rewrite_literals, _replace_moe, _replace_collectives, _replace_products)
-        _touched = () if torch.cuda.is_available() else tuple(sorted(name for kind in kinds for name in kind()))
+        for_cpu = (_replace_functions, _rewrite_literals, _replace_moe, _replace_collectives, _replace_embedding)
+        kinds = (_replace_products, *(() if torch.cuda.is_available() else for_cpu))
+        _touched = tuple(sorted(name for kind in kinds for name in kind()))
     return _touched
 
 
@@ -125,7 +127,7 @@ def _replace_collectives() -> Iterator[str]:
 
 
 def _replace_products() -> Iterator[str]:
-    """Replace kind 6. A layer's gradient needs no memory of its own, and one pass over the sum instead of two."""
+    """Replace kind 6, products. A layer's gradient needs no memory of its own, and one pass over the sum, not two."""
     from megatron.core.tensor_parallel import layers
 
     def accumulate(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
@@ -134,6 +136,12 @@ def _replace_products() -> Iterator[str]:
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     yield f"{layers.__name__}.fused_weight_gradient_mlp_cuda"
     yield _replace(layers, layers.__name__, "_grad_accum_fusion_available", True)
+
+
+def _replace_embedding() -> Iterator[str]:
+    """Replace kind 6, the embedding."""
+    from megatron.core.tensor_parallel import layers
+
     functional = types.SimpleNamespace(**vars(layers.F) | {"embedding": _embedding})
     yield _replace(layers, layers.__name__, "F", functional)
 

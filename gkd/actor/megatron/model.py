@@ -203,7 +203,14 @@ def build_model(
     if with_te:
         check_transformer_engine(device)
     config = transformer_config(
-        dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel, fused=fused
+        dims,
+        layout,
+        dtype=dtype,
+        device=device,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        fused=fused,
+        adds_gradients=not with_te,
     )
     kind = "Transformer Engine's" if with_te else "Megatron's local ones"
     get_logger(f"actor.{layout.rank}").info("layers: %s%s", kind, ", compiled" if fused else "")

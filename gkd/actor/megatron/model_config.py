@@ -112,12 +112,14 @@ def transformer_config(
     recompute: str,
     sequence_parallel: bool,
     fused: bool = False,
+    adds_gradients: bool = True,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a RMSNorm + gated MLP + rotary decoder, dense or with experts.
 
     Args:
         recompute, sequence_parallel: see `build_model`.
         fused: compile the MLP's activation and the rotary embedding to one kernel each.
+        adds_gradients: let the product that computes a gradient add it to the sum, see `cpu_shim`.
     """
     if fused:
         install_fused_rope()
@@ -168,9 +170,8 @@ def transformer_config(
         # These need torch.compile only. SwiGLU then saves its input instead of every intermediate result.
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
-        # These need apex or Transformer Engine, or do nothing for a model without dropout and attention scores. The CPU
-        # has the first one from `cpu_shim`.
-        gradient_accumulation_fusion=device.type == "cpu" and not torch.cuda.is_available(),
+        gradient_accumulation_fusion=adds_gradients,
+        # These need apex or Transformer Engine, or do nothing for a model without dropout and attention scores.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
