@@ -38,15 +38,15 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 60_215,
-    "files": 345,
+    "lines": 60_810,
+    "files": 347,
     "assignments of tuples": 15,  # `a, b = x, y`: two statements in one line
-    "config_keys": 163,
-    "lines of tests": 70_530,
-    "lines of benches": 6_610,
+    "config_keys": 165,
+    "lines of tests": 70_830,
+    "lines of benches": 6_810,
     "lines of results": 8_000,
     "lines of the longest result": 200,
-    "words of docs": 80_000,
+    "words of docs": 60_000,
 }
 _BY = "written by python -m tests.structure --write-map -->"
 # Page -> the borders of its generated part.
