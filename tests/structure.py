@@ -38,7 +38,7 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 60_810,
+    "lines": 60_815,
     "files": 347,
     "assignments of tuples": 15,  # `a, b = x, y`: two statements in one line
     "config_keys": 165,

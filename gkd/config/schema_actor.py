@@ -119,9 +119,8 @@ class ActorConfig:
     to one kernel each (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which
     must be installed."""
     compile: str = key("off", choices=("off", "auto", "on"), resume=True)
-    """fsdp2: compile each layer with torch.compile (needs a C compiler) and compare it at the start with the layer of
-    transformers. auto = on cuda; after a failure the layers run uncompiled, with the reason in the log. on = also on
-    cpu, and a failure ends the run."""
+    """fsdp2: compile each layer with torch.compile, which needs a C compiler. auto = on cuda, and uncompiled if that
+    fails at the start; on = also on cpu, and a failure ends the run. docs/student.md."""
     attention: str = key("auto", choices=("auto", "fa3", "fa4"), resume=True)
     """Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package must
     be installed. Those need model.dtype=bfloat16."""

@@ -67,6 +67,11 @@ def architecture_arguments(folder: str, *, images: bool = False) -> dict[str, An
         arguments |= {"limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0}, "mm_device_do_normalize": False}
     elif "text_config" in config:
         arguments["language_model_only"] = True
+    if "kv_lora_rank" in (config.get("text_config") or config) and not torch.cuda.is_available():
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        # On CPUs with AMX vLLM would take a kernel for bfloat16 alone, whose layer packs its weight and deletes it.
+        arguments["attention_backend"] = AttentionBackendEnum.CPU_MLA
     return arguments if keeps or name is None else arguments | {"hf_overrides": {"architectures": [name]}}
 
 
