@@ -53,6 +53,19 @@ def run_dir(lab: Lab, teacher_port: int, settings: tuple[str, ...]) -> Path:
     return lab.root / "group_functions"
 
 
+def test_the_teacher_reads_the_prompts_of_a_function(run_dir: Path) -> None:
+    """If it fails, a function's prompt does not reach the teacher, or reaches it with responses to another prompt."""
+    lines = steps_of(run_dir)
+    assert 0 < lines[1]["teacher/own_prompt_share"] < 1 and 0 < lines[1]["reward/trained_share"] <= 1
+    rollouts = [rollout for rollout, _ in recorded(run_dir, 1).values()]
+    assert {rollout.teacher_ids is None for rollout in rollouts} == {True, False}
+    for rollout in rollouts:
+        if rollout.teacher_ids is not None:
+            assert len(rollout.teacher_ids) == len(rollout.prompt_ids) + 2
+            assert rollout.teacher_ids.tolist()[3:] == rollout.prompt_ids.tolist()[1:]
+
+
+@pytest.mark.slow
 def test_functions_do_what_a_column_and_pass_rates_do(
     run_dir: Path, lab: Lab, teacher_port: int, settings: tuple[str, ...]
 ) -> None:
@@ -62,8 +75,6 @@ def test_functions_do_what_a_column_and_pass_rates_do(
     other_dir = lab.root / "group_column"
     column = ("data.teacher_prompt_key=t", "distill.response_weight=pass_rate", "trainer.total_steps=2")
     lab.finished_run(other_dir, teacher_port, *settings, *column)
-    lines = steps_of(run_dir)
-    assert 0 < lines[1]["teacher/own_prompt_share"] < 1 and 0 < lines[1]["reward/trained_share"] <= 1
     # loss/engine_kl depends on which sequences shared a pass of the engine.
     but = ("teacher/own_prompt_share", "loss/engine_kl")
     assert not differences(other_dir, run_dir, export=False, through=2, but=but)
