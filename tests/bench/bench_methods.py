@@ -241,7 +241,8 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as servers:
         bench = Bench(work, servers)
         for seed, name in itertools.product(range(args.seeds), names):
-            case, which = CASES[name], {"case": name, "seed": seed}
+            case = CASES[name]
+            which = {"case": name, "seed": seed}
             if any(which.items() <= run.items() for run in runs):
                 continue
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
