@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.data.chunks import chunk_sizes, part_of
 from gkd.data.scatter import (
     TOLERANCE,
+    ChunkInputs,
     _Group,
     even_groups,
     gather_results,
@@ -59,7 +59,7 @@ def test_only_ranks_that_compute_the_loss_get_scores(
     layouts = [ParallelLayout(tp=tp, pp=pp, world_size=2 * tp * pp, rank=rank) for rank in range(2 * tp * pp)]
     chunks, stored = [c for c, _ in batch], {c.rollouts.ref: rollouts for c, rollouts in batch}
     groups = scatter_to_groups(chunks, 2)
-    of_ranks = [ChunkInputs.of_parts(groups[layout.dp_rank], layout) for layout in layouts]
+    of_ranks = [ChunkInputs.of_parts(groups[layout.dp_rank], is_last_stage=layout.is_last_stage) for layout in layouts]
     trained: dict[int, list[int]] = {}
     for layout, inputs in zip(layouts, of_ranks, strict=True):
         refs: list[Any] = list(inputs.rollouts)
