@@ -20,14 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.types import MicroBatch
-from tests.device import rank_device
 from tests.dist.helpers import destroy_groups, run_ranks
 from tests.dist.megatron_reference import (
-    BETAS,
-    CLIP,
-    EPS,
-    LR,
-    WEIGHT_DECAY,
     Reference,
     make_hf_folder,
     make_micro_batches,
@@ -35,7 +29,7 @@ from tests.dist.megatron_reference import (
     train_bf16_reference,
     train_reference,
 )
-from tests.dist.student_cases import grads_of, step_in_parts
+from tests.dist.student_cases import build_student, grads_of, step_in_parts
 
 pytestmark = pytest.mark.dist
 N_STEPS = 20
@@ -114,26 +108,22 @@ def _world(rank: int, world_size: int, root: Path, names: list[str], n_steps: in
 
 
 def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
-    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron import layer_spec, pipeline
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-    from gkd.config.loss_spec import LossSpec
 
-    layout = ParallelLayout(tp=case.tp, pp=case.pp, world_size=case.world_size, rank=rank, vpp=case.vpp)
-    student = MegatronStudent(
+    student = build_student(
+        "megatron",
         root / case.kind,
-        layout,
-        optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
-        loss=LossSpec(),
+        rank,
+        case.world_size,
+        tp=case.tp,
+        pp=case.pp,
+        vpp=case.vpp,
         dtype=case.dtype,
-        device=rank_device(),
-        seed=1,
         fused_lm_head=case.fused,
         recompute=case.recompute,
         sequence_parallel=case.sequence_parallel,
     )
-    mine = partial(_mine, case=case, layout=layout)
+    mine = partial(_mine, case=case, layout=student.layout)
     reference: Reference = torch.load(root / f"{case.kind}.pt", weights_only=False)
     if case.saved:
         student.save_hf(root / f"saved_{case.kind}", root / case.kind)
