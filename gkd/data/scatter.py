@@ -105,15 +105,6 @@ class ChunkInputs:
         ]
 
 
-def encode_indices(indices: np.ndarray, n_sequences: int) -> bytes | None:
-    """Return the `sequence_indices` of a list of `n_sequences`.
-
-    Args:
-        indices: [n] integers, distinct and ascending.
-    """
-    return None if len(indices) == n_sequences else indices.astype(_INDEX).tobytes()
-
-
 def encode_part(chunk: RolloutChunk, positions: np.ndarray | None = None) -> bytes | None:
     """Return the `sequence_indices` of some sequences of a chunk.
 
@@ -122,9 +113,9 @@ def encode_part(chunk: RolloutChunk, positions: np.ndarray | None = None) -> byt
     """
     if positions is None:
         positions = np.arange(chunk.n_sequences)
-    if chunk.sequence_indices is None:
-        return encode_indices(positions, chunk.n_sequences)
-    return chunk.sequence_indices[positions].astype(_INDEX).tobytes()
+    if chunk.sequence_indices is not None:
+        return chunk.sequence_indices[positions].astype(_INDEX).tobytes()
+    return None if len(positions) == chunk.n_sequences else positions.astype(_INDEX).tobytes()
 
 
 def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int]:
