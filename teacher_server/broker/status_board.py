@@ -16,7 +16,7 @@ from teacher_server.wire.status import ServerStatus, WorkerStatus
 
 _REFRESH_S = 0.5
 _RATE_S = 10.0  # time constant of tokens/s
-_MAX_ENTRIES = 1000  # of a table whose keys a worker chooses
+_MAX_ENTRIES = 1000  # largest size of a table whose keys a worker chooses
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # bounds of the histograms' bins
 _OF_HELLO = ("name", "teacher", "host", "pid", "engine", "device", "dtype", "gpus", "cuda_visible_devices")
 

@@ -14,14 +14,7 @@ from teacher_server.broker.outbox import Outbox
 from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard, store
 from teacher_server.broker.teachers import Teachers
-from teacher_server.wire.protocol import (
-    ErrorReply,
-    GenerateReply,
-    ProtocolError,
-    RowsReply,
-    ScoreRequest,
-    replies,
-)
+from teacher_server.wire.protocol import ErrorReply, GenerateReply, ProtocolError, RowsReply, ScoreRequest, replies
 from teacher_server.wire.worker_protocol import (
     LOCAL_WORKER_NAME,
     Dismiss,
@@ -34,7 +27,7 @@ from teacher_server.wire.worker_protocol import (
 
 log = logging.getLogger(__name__)
 
-_MAX_CHARS = 1000  # of a text that a worker chooses
+_MAX_CHARS = 1000  # largest length of a text that a worker chooses
 Process = tuple[str, str, int, bytes]  # name, host, pid (may repeat in another container), nonce
 
 

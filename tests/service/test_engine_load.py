@@ -19,15 +19,7 @@ from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
 from tests.processes import is_alive, wait_until
-from tests.service.engine_host import (
-    Ask,
-    engine_settings,
-    hosted,
-    local,
-    mixed_batch,
-    plain_logits,
-    save_engine_model,
-)
+from tests.service.engine_host import Ask, engine_settings, hosted, local, mixed_batch, plain_logits, save_engine_model
 from tests.service.harness import TRIVIAL, trivial_model
 from tests.service.test_engine_contract import TOLERANCE, check_topk
 

@@ -6,10 +6,7 @@ import numpy as np
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.wire.table import NO_ID, TopKTable
-from tests.service.trivial_engine import (
-    TrivialEngine,
-    trivial_topk,
-)
+from tests.service.trivial_engine import TrivialEngine, trivial_topk
 
 VOCAB = 1009
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 60).astype(np.int32)
