@@ -44,13 +44,7 @@ class WorkerEvent(NamedTuple):
 class WorkerRegistry:
     """Workers of one broker."""
 
-    def __init__(
-        self,
-        request_queue: RequestQueue,
-        teachers: Teachers,
-        board: StatusBoard,
-        outbox: Outbox,
-    ) -> None:
+    def __init__(self, request_queue: RequestQueue, teachers: Teachers, board: StatusBoard, outbox: Outbox) -> None:
         self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._queue = request_queue
         self._teachers = teachers
