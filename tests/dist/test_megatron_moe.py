@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.helpers import run_ranks
-from tests.dist.megatron_reference import MOE_KINDS, make_hf_folder, train_reference
+from tests.dist.megatron_reference import MOE_KINDS, save_references
 from tests.dist.parity_cases import (
     N_STEPS,
     check_forward,
@@ -55,12 +55,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with one HF model and one reference run per kind."""
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("moe")
-    for kind in {kind for _, kind in CASES}:
-        make_hf_folder(root / kind, kind)
-        torch.save(train_reference(root / kind, N_STEPS), root / f"{kind}.pt")
-    return root
+    return save_references(tmp_path_factory.mktemp("moe"), (kind for _, kind in CASES), N_STEPS)
 
 
 @pytest.fixture(scope="module")

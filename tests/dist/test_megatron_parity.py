@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.dist.helpers import run_ranks
-from tests.dist.megatron_reference import KINDS, make_hf_folder, train_reference
+from tests.dist.megatron_reference import KINDS, save_references
 from tests.dist.parity_cases import N_STEPS, check_forward, check_gradients, check_training, measure
 from tests.dist.student_cases import build_student
 
@@ -38,12 +37,7 @@ def kinds_of(layout: str) -> list[str]:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with one HF model and one reference run per kind."""
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("parity")
-    for kind in KINDS:
-        make_hf_folder(root / kind, kind)
-        torch.save(train_reference(root / kind, N_STEPS), root / f"{kind}.pt")
-    return root
+    return save_references(tmp_path_factory.mktemp("parity"), KINDS, N_STEPS)
 
 
 @pytest.fixture(scope="module")
