@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from teacher_server.wire.protocol import (
-    MAX_ID,
-    Buffer,
-    GenerateReply,
-    GenerateRequest,
-    ProtocolError,
-    checksum,
-)
+from teacher_server.wire.protocol import MAX_ID, Buffer, GenerateReply, GenerateRequest, ProtocolError, checksum
 from teacher_server.wire.table import row_slices
 
 
