@@ -115,7 +115,7 @@ def _plan(config: Config, read: Callable[[Config, Any, Sequence[int]], list[Prom
 
 
 def check_supported(config: Config) -> None:
-    """Raise ConfigError if the answers need something else than one teacher's server and one text a prompt."""
+    """Raise ConfigError if the answers need something else than one teacher on a server and prompts of text."""
     if config.teacher.backend not in (ZMQ, HTTP):
         problem = "only a teacher on a server writes answers."
         raise config.error("teacher.backend", problem, f"use {ZMQ}, and gkd teacher --engine vllm, or {HTTP}.")

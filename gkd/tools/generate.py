@@ -97,7 +97,7 @@ def generate(plan: DatasetPlan, args: argparse.Namespace) -> None:
     of_teacher = [prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids for prompt in plan.prompts]
     settings = {
         "teacher": teacher.fingerprint,
-        "its probe": list(teacher.probe.logprobs) if teacher.probe else None,
+        "teacher's probe": list(teacher.probe.logprobs) if teacher.probe else None,
         "data": fingerprint(config.data.train_files[0], "data.train_files")["xxh3_128"],
         "prompts": token_digest(np.concatenate(of_teacher)).hex(),
         "column": config.data.response_key,
@@ -266,8 +266,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if not 1 <= args.n <= MAX_SEQUENCES or (args.n > 1 and args.temperature == 0):
         parser.error(f"-n {args.n}: give 1 to {MAX_SEQUENCES}, and 1 with --temperature 0, which has one answer")
     if not ((args.temperature == 0 or _COLDEST <= args.temperature < math.inf) and 0 < args.top_p <= 1):
-        limits = f"give 0 or >= {_COLDEST}, and above 0 up to 1"
-        parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: {limits}")
+        parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: give 0 or >= {_COLDEST}, above 0 up to 1")
     if not 0 <= args.max_tokens <= MAX_TOKENS // args.n:
         parser.error(f"--max-tokens {args.max_tokens}: with -n {args.n} give at most {MAX_TOKENS // args.n}")
     return args

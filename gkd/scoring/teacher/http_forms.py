@@ -168,11 +168,7 @@ def answer_request(dialect: str, model: str, ids: list[int], seed: int, how: Ans
 
 
 def answer_of(dialect: str, body: bytes, how: AnswerSettings) -> np.ndarray:
-    """Return the ids of the answer in a reply, [R] int32.
-
-    Raises:
-        ValueError: the reply lacks them, or they are not an answer that the request asks for.
-    """
+    """Return the ids of the answer in a reply, [R] int32. Raises ValueError: it lacks them, or others were asked for."""
     if dialect == "sglang":
         ids = msgspec.json.decode(body, type=_SGLangAnswer).output_ids
     else:
