@@ -168,7 +168,7 @@ def answer_request(dialect: str, model: str, ids: list[int], seed: int, how: Ans
 
 
 def answer_of(dialect: str, body: bytes, how: AnswerSettings) -> np.ndarray:
-    """Return the ids of the answer in a reply, [R] int32. Raises ValueError: it lacks them, or others were asked for."""
+    """Return the ids of the answer in a reply, [R] int32. Raises ValueError: it lacks them or is another one."""
     if dialect == "sglang":
         ids = msgspec.json.decode(body, type=_SGLangAnswer).output_ids
     else:
