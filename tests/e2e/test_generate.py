@@ -32,13 +32,17 @@ STOP_IDS = list(range(2, 202))  # so that some answers of a random model end
 
 
 @pytest.fixture(scope="module")
-def writers(lab: Lab) -> Iterator[dict[str, int | str]]:
-    """Serve the teacher twice, by backend: with an engine that writes answers, and by vLLM's own server."""
-    with (
-        ServerProcess(lab.teacher, lab.root, options=("--engine", "vllm", "--dtype", "float32")) as server,
-        VllmServer(lab.teacher, lab.root / "vllm.log", free_port()) as other,
-    ):
-        yield {"zmq": server.port, "http": other.url}
+def writer_port(lab: Lab) -> Iterator[int]:
+    """Serve the teacher with an engine that writes answers."""
+    with ServerProcess(lab.teacher, lab.root, options=("--engine", "vllm", "--dtype", "float32")) as server:
+        yield server.port
+
+
+@pytest.fixture(scope="module")
+def writer_url(lab: Lab) -> Iterator[str]:
+    """Serve the teacher with vLLM's own server."""
+    with VllmServer(lab.teacher, lab.root / "vllm.log", free_port()) as server:
+        yield server.url
 
 
 def settings(lab: Lab, at: int | str, *words: str) -> list[str]:
@@ -76,15 +80,16 @@ def sources_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("response")} for row in rows]
 
 
-@pytest.mark.parametrize("backend", ["zmq", "http"])
+@pytest.mark.parametrize("writer", ["writer_port", "writer_url"])
 def test_answers_go_on_after_an_interruption(
-    lab: Lab, writers: dict[str, int | str], backend: str, tmp_path: Path, run: Run
+    lab: Lab, writer: str, request: pytest.FixtureRequest, tmp_path: Path, run: Run
 ) -> None:
     """Fails if an interruption or a cut line loses, repeats or changes answers, or leaves a traceback; if answers of
     other settings come into the file; or if the file is read with other ids than the teacher wrote.
     """
     out = tmp_path / "answers.jsonl"
-    words = command(lab, writers[backend], out, "-n", str(N))
+    at = request.getfixturevalue(writer)
+    words = command(lab, at, out, "-n", str(N))
     running = subprocess.Popen([sys.executable, "-m", "gkd.cli", "generate", *words], stderr=subprocess.PIPE, text=True)
     wait_until(lambda: (out.exists() and out.stat().st_size > 0) or running.poll() is not None, 120.0, "answers")
     running.send_signal(signal.SIGINT)
@@ -111,7 +116,7 @@ def test_answers_go_on_after_an_interruption(
         code, text = run([*words, *more])
         assert code == expected and line in text and rows_of(out) == rows
 
-    config = load_config(None, settings(lab, writers[backend], f"data.train_files=[{out}]"))
+    config = load_config(None, settings(lab, at, f"data.train_files=[{out}]"))
     tokenizer = load_tokenizer(str(lab.student), "model.path")
     reader = RowReader(config.data, tokenizer, response_ends=[EOS, *STOP_IDS])
     read, _ = load_prompts(config.data.train_files, "data.train_files", reader)
@@ -123,25 +128,25 @@ def test_answers_go_on_after_an_interruption(
 
 
 def test_a_served_model_writes_what_the_teacher_server_writes(
-    lab: Lab, writers: dict[str, int | str], tmp_path: Path, run: Run
+    lab: Lab, writer_port: int, writer_url: str, tmp_path: Path, run: Run
 ) -> None:
     """Fails if the answers over HTTP are not those of the prompts, the settings or the seeds."""
     for more in (("--temperature", "0"), ("-n", "3", "--temperature", "0.7", "--top-p", "0.9")):
         written = []
-        for backend, at in writers.items():
-            out = tmp_path / f"{backend}{len(more)}.jsonl"
+        for at in (writer_port, writer_url):
+            out = tmp_path / f"{len(written)} of {len(more)}.jsonl"
             code, text = run(command(lab, at, out, *more))
             assert code == 0, text[-3000:]
             written.append(rows_of(out))
         assert written[0] == written[1] and len(written[0]) > 10
 
 
-def test_a_server_without_ids_is_refused(lab: Lab, writers: dict[str, int | str], tmp_path: Path, run: Run) -> None:
+def test_a_server_without_ids_is_refused(lab: Lab, writer_url: str, tmp_path: Path, run: Run) -> None:
     """Fails if an older server, whose answers lack their ids, is found after the start or has its texts tokenized."""
 
     def script(path: str, request: Any) -> tuple[int, bytes]:
         data = None if request is None else json.dumps({**request, "return_token_ids": False}).encode()
-        asked = urllib.request.Request(f"{writers['http']}{path}", data, {"Content-Type": "application/json"})
+        asked = urllib.request.Request(f"{writer_url}{path}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=60) as reply:
             return 200, reply.read()
 
@@ -151,13 +156,13 @@ def test_a_server_without_ids_is_refused(lab: Lab, writers: dict[str, int | str]
     assert code == 2 and "teacher.url" in text and "token_ids" in text and not out.exists(), text[-3000:]
 
 
-def test_only_judged_answers_are_kept(lab: Lab, writers: dict[str, int | str], tmp_path: Path, run: Run) -> None:
+def test_only_judged_answers_are_kept(lab: Lab, writer_port: int, tmp_path: Path, run: Run) -> None:
     """Fails if --keep keeps what its function refuses, or loses what it keeps; or if an answer depends on it."""
     every = tmp_path / "every.jsonl"
     judged = tmp_path / "judged.jsonl"
     function = "tests.unit.judging_functions:checksum"
     for out, more in ((every, ()), (judged, ("--keep", function))):
-        code, text = run(command(lab, writers["zmq"], out, "-n", "4", *more))
+        code, text = run(command(lab, writer_port, out, "-n", "4", *more))
         assert code == 0, text[-3000:]
     texts = [" ".join(f"w{i}" for i in row["response_ids"] if i != EOS) for row in rows_of(every)]
     pairs = zip(rows_of(every), texts, strict=True)
