@@ -22,7 +22,6 @@ import numpy as np
 
 from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.console.numbers import clock, count
-from gkd.data.answer_file import AnswerFile
 from gkd.data.prompts import ids_column
 from gkd.data.responses import answer_text
 from gkd.data.row_files import decode_row, fingerprint
@@ -36,6 +35,7 @@ from gkd.scoring.reward.worker import Case, Start
 from gkd.scoring.teacher.info import TeacherArgs
 from gkd.scoring.teacher.teacher import open_teacher
 from gkd.tools import exit_codes
+from gkd.tools.answer_file import AnswerFile
 from gkd.types import Prompt
 from gkd.user_code import search_path
 from teacher_server.client.generate import AnswerSettings, NamedPrompt
