@@ -24,9 +24,10 @@ from torch import Tensor
 from transformers.integrations import hub_kernels
 
 # Modules whose gated delta nets or Mamba 2 layers hand boundaries on to the functions of `_OF_PACKS`. Nothing else in
-# these layers passes from one column to another.
+# these layers passes from one column to another. The model type mamba2 is left out: where fla has been imported, it is
+# a class of fla's.
 _DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-_MAMBA_2 = ("mamba2", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2")
+_MAMBA_2 = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2")
 _HAND_ON = tuple(f"transformers.models.{name}.modeling_{name}" for name in (*_DELTA_NETS, *_MAMBA_2))
 
 
