@@ -1,10 +1,11 @@
-"""Keep kernels for GPUs from tensors on other devices, and give those of gated delta nets the boundaries of packs.
+"""Keep kernels for GPUs from tensors on other devices, and let recurrent layers compute a pack on a GPU in one call.
 
 Where the packages `fla`, `causal_conv1d` or `mamba_ssm` are installed, transformers 5.19 calls their kernels in
 recurrent layers and convolutions, whatever device the tensors are on. On a CPU such a kernel fails. On the meta device
 Triton launches it with null pointers, if the machine has a GPU.
 
-Letters: S columns, D channels of a convolution, W its width, H heads, K head size, n sequences of a pack.
+Letters: S columns, D channels of a convolution, W its width, H heads, K and P head sizes, G groups of heads with the
+same b and c, n sequences of a pack.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations import hub_kernels
 
-# Modules whose gated delta nets hand boundaries on to both functions of `_OF_PACKS`. Nothing else in these layers
-# passes from one column to another.
-_DELTA_NETS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"))
+# Modules whose gated delta nets or Mamba 2 layers hand boundaries on to the functions of `_OF_PACKS`. Nothing else in
+# these layers passes from one column to another. The model type mamba2 is left out: where fla has been imported, it is
+# a class of fla's.
+_DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_MAMBA_2 = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2")
+_HAND_ON = tuple(f"transformers.models.{name}.modeling_{name}" for name in (*_DELTA_NETS, *_MAMBA_2))
 
 
 def computes_packs(layer: torch.nn.Module) -> bool:
@@ -32,7 +37,7 @@ def computes_packs(layer: torch.nn.Module) -> bool:
     The keyword `cu_seq_lens_q` of its forward pass then has the boundaries: [n + 1], from 0 to S, on the GPU. The
     functions of the layer's module must have been replaced by `keep_kernels_on_gpus`.
     """
-    return type(layer).__module__ in _DELTA_NETS and find_spec("fla") is not None
+    return type(layer).__module__ in _HAND_ON and find_spec("fla") is not None
 
 
 def keep_kernels_on_gpus(model: torch.nn.Module) -> None:
@@ -44,7 +49,7 @@ def keep_kernels_on_gpus(model: torch.nn.Module) -> None:
         for name, function in [*vars(module).items()]:
             is_function = isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
             if is_function and function.__code__.co_filename == hub_kernels.__file__:
-                of_packs = _OF_PACKS.get(name) if module.__name__ in _DELTA_NETS else None
+                of_packs = _OF_PACKS.get(name) if module.__name__ in _HAND_ON else None
                 setattr(module, name, _by_device(function, of_packs))
 
 
@@ -91,7 +96,39 @@ def _delta_rule(
     return chunk_gated_delta_rule(q, k, v, use_qk_l2norm_in_kernel=norms, cu_seqlens=cu_seqlens, **gates)
 
 
+def _state_space(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    cu_seq_lens_q: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Compute Mamba 2's recurrence of a pack as linear attention with queries c, keys b, values dt x and decays.
+
+    h_t = exp(dt a) h_{t-1} + b (dt x)^T and y_t = h_t^T c + D x, with dt = softplus(dt + dt_bias) within its limits,
+    for x [1, S, H, P]; dt [1, S, H]; a, D and dt_bias [H]; b and c [1, S, G, K]. Returns y, float32 as transformers.
+
+    Source: arXiv:2405.21060, section 5.
+    """
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    dt = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
+    k, q = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (b, c))
+    v = (dt[..., None] * x).to(x.dtype)
+    y, _state = chunk_simple_gla(q, k, v, g=dt * a, scale=1.0, cu_seqlens=cu_seq_lens_q)
+    return y + D.float()[:, None] * x
+
+
 _OF_PACKS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    # Of mamba_ssm. It computes convolution and recurrence; layers call these one by one if it returns no result.
+    "mamba2_split_conv1d_scan_combined": lambda *_args, **_kwargs: None,
+    "mamba2_chunk_scan": _state_space,
 }

@@ -165,6 +165,9 @@ def _gradient_differences(root: LossModel, device: torch.device, dtype: torch.dt
         torch.manual_seed(0)
         layer = kind(config, layers[0].layer_idx).to(dtype)
         layer.A_log.fill_(-4)  # so slow a decay that a state would pass into the next sequence
+        layer.dt_bias.fill_(1)  # and so large a state
+        for key, buffer in layers[0].named_buffers(recurse=False):  # Falcon-H1's model adds one to its layers
+            layer.register_buffer(key, buffer.cpu())
         x, weights = torch.randn(2, 1, sum(_GRADIENT_LENGTHS), config.hidden_size).to(dtype)
     own = nn.ModuleList([layer])
     alone = _gradients(deepcopy(own).float(), x.float(), weights.float())

@@ -319,6 +319,7 @@ def adapt_triton() -> None:
     ASTTransformer.visit_For = with_tensor
     for name in ("binary_op", "create_dot"):
         setattr(InterpreterBuilder, name, partialmethod(widened, compute=getattr(InterpreterBuilder, name)))
+    InterpreterBuilder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
     GridExecutor.__init__, Autotuner.run = with_grid, run_first
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # One kernel runs after the other.
 
