@@ -20,14 +20,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 
-_VARIANTS = 64  # of `_split_heads`; more are an error instead of a warning
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
-    """Normalize [..., H]. 1 + weight would lose digits in bfloat16, so transformers computes it in float32."""
-    if not adds_one:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+_VARIANTS = 64  # limit of a compiled split's variants; more are an error instead of a warning
 
 
 def install_fused_rope() -> None:
@@ -64,7 +57,7 @@ def split_heads(
         angles: [S, 1, 1, R]; None: no rotation.
         weights: [D] of the norms of queries and keys; None: no norm.
         n_queries: n.
-        eps, adds_one: see `rms_norm`.
+        eps, adds_one: of the norms; whether they multiply by 1 + weight.
 
     Returns:
         [S, B, G * n, D], [S, B, G, D], [S, B, G, D], contiguous.
@@ -141,32 +134,28 @@ def _turned_back(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _turned(values, cos, -sin)
 
 
-def _heads(
-    mixed: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    n_queries: int,
-    eps: float,
-    adds_one: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    size = mixed.shape[-1] // (n_queries + 2)
-    queries, keys, values = mixed.split([n_queries * size, size, size], dim=-1)
-    parts = []
-    for part, weight in ((queries.unflatten(-1, (n_queries, size)).flatten(2, 3), q_weight), (keys, k_weight)):
-        if weight is not None:
-            part = rms_norm(part, weight, eps, adds_one)
-        if cos is not None and sin is not None:
-            width = cos.shape[-1]
-            part = torch.cat((_turned(part[..., :width], cos, sin), part[..., width:]), dim=-1)
-        parts.append(part.contiguous())
-    return parts[0], parts[1], values.contiguous()
+def _normed_and_turned(
+    heads: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, adds_one: bool
+) -> Tensor:
+    """Compute [S, B, G, m, D] heads, in float32 up to the rotation; `weight` is [D] or [m, D]."""
+    if weight is not None:
+        normed = F.rms_norm(heads.float(), heads.shape[-1:], eps=eps)
+        heads = (normed * (weight.float() + adds_one)).to(heads.dtype)
+    if cos is None or sin is None:
+        return heads
+    width = cos.shape[-1]
+    rotated = _turned(heads[..., :width], cos[..., None, :], sin[..., None, :])
+    return torch.cat((rotated, heads[..., width:]), dim=-1)
 
 
 @torch.compile(dynamic=False, fullgraph=True, recompile_limit=_VARIANTS)
-def _split_heads(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _heads(*inputs)
+def _split_heads(
+    mixed: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Any, sin: Any, n: int, *norm: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = mixed.unflatten(-1, (n + 2, -1))
+    queries = _normed_and_turned(heads[..., :n, :], q_weight, cos, sin, *norm)
+    keys = _normed_and_turned(heads[..., n : n + 1, :], k_weight, cos, sin, *norm)
+    return queries.flatten(2, 3).contiguous(), keys.flatten(2, 3).contiguous(), heads[..., n + 1, :].contiguous()
 
 
 @torch.compile(dynamic=False, fullgraph=True, recompile_limit=_VARIANTS)
@@ -176,16 +165,29 @@ def _split_heads_back(
     mixed: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    *rest: Any,
+    cos: Any,
+    sin: Any,
+    n: int,
+    *norm: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of mixed, and of the weights unless they are frozen or None."""
-    n_queries = rest[2]
-    if mixed is None:
-        keys = grads[1]
-        mixed = keys.new_zeros((*keys.shape[:-1], (n_queries + 2) * keys.shape[-1]))
-    if q_weight is None or k_weight is None or not trains:
-        _, back = torch.func.vjp(lambda x: _heads(x, q_weight, k_weight, *rest), mixed)
-        return *back(grads), None, None
-    _, back = torch.func.vjp(lambda x, q, k: _heads(x, q, k, *rest), mixed, q_weight, k_weight)
-    of_inputs: tuple[Tensor, ...] = back(grads)
-    return of_inputs
+    """Return the gradients of mixed, and of the weights unless they are frozen or None.
+
+    Queries and keys are computed together: that is half of the kernels, and in the forward pass none less.
+    """
+    queries, keys, values = grads
+    of_turned = torch.cat((queries.unflatten(2, (-1, n)), keys.unflatten(2, (-1, 1))), dim=3)
+    if mixed is None or q_weight is None or k_weight is None:
+        _, back = torch.func.vjp(
+            lambda x: _normed_and_turned(x, None, cos, sin, *norm), of_turned.new_zeros(of_turned.shape)
+        )
+        of_weights = (None, None)
+        (of_heads,) = back(of_turned)
+    else:
+        heads = mixed.unflatten(-1, (n + 2, -1))[..., : n + 1, :]
+        weight = torch.cat((q_weight.expand(n, -1), k_weight[None])).float()
+        _, back = torch.func.vjp(lambda x, w: _normed_and_turned(x, w, cos, sin, *norm), heads, weight)
+        of_heads, of_weight = back(of_turned)
+        of_weights = (
+            (of_weight[:n].sum(0).to(q_weight.dtype), of_weight[n].to(k_weight.dtype)) if trains else (None, None)
+        )
+    return torch.cat((of_heads, values.unflatten(2, (-1, 1))), dim=3).flatten(3), *of_weights

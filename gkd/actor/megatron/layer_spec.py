@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gkd.actor.common.attention import Scores, causal_attention
-from gkd.actor.megatron.fused import rms_norm, split_heads
+from gkd.actor.megatron.fused import split_heads
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import ModelDims, MoeDims
@@ -139,13 +139,14 @@ class RmsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        self._eps = eps
         self._adds_one = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `rms_norm`."""
-        return rms_norm(x, self.weight, self._eps, self._adds_one)
+        """Normalize [..., H]. 1 + weight would lose digits in bfloat16, so transformers computes it in float32."""
+        if not self._adds_one:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormAndAdd(RmsNorm):
@@ -162,7 +163,6 @@ class AllHeadsNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, n_heads: int) -> None:
         super().__init__()
         self._width = n_heads * hidden_size
-        self._eps = eps
         self.weight = torch.nn.Parameter(torch.empty(self._width // config.tensor_model_parallel_size))
 
     def forward(self, values: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ class MegatronStudent(Student):
 
     def _zero_grads(self) -> None:
         self._n_tokens = torch.zeros_like(self._n_tokens)
-        self._vector_grads.add()  # of a batch that has failed
+        self._vector_grads.add()  # otherwise those of a failed batch would be added later
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
