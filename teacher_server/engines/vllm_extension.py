@@ -60,6 +60,7 @@ class ModelFacts(NamedTuple):
     hidden_size: int
     dtype: str
     has_plain_head: bool
+    suppressed: tuple[int, ...]  # ids that generation_config.json excludes from answers
 
 
 class StreamHandle(NamedTuple):
@@ -120,11 +121,16 @@ class TeacherExtension:
         self.execute_model = execute_and_keep
         model = self.model_runner.get_model()
         config = self.model_runner.model_config
+        suppressed = tuple(config.try_get_generation_config().get("suppress_tokens") or ())
+        # vLLM's Gemma 4 would set their logits to -inf. Scores are of the model; `VllmEngine.generate` excludes them.
+        if hasattr(model, "_suppress_token_ids"):
+            model._suppress_token_ids = None
         hidden_size = int(config.get_hidden_size())
         probe = torch.arange(4.0 * hidden_size, device=self.device).sin_().view(4, hidden_size).to(config.dtype)
         logits, self._teacher_head, plain = _probe_head(model, probe)
         self._teacher_vocab_size = logits.shape[1]
-        return ModelFacts(logits.shape[1], hidden_size, str(config.dtype).removeprefix("torch."), plain)
+        dtype = str(config.dtype).removeprefix("torch.")
+        return ModelFacts(logits.shape[1], hidden_size, dtype, plain, suppressed)
 
     def teacher_begin(self, n_rows: int) -> None:
         """Allocate the hidden states of a batch."""

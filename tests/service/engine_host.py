@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from teacher_server.engines import base, signals
-from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, request_problem, stream_rows
+from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, Writing, request_problem, stream_rows
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.wire.table import TopKTable
 from tests.device import kind, on_cuda, patience
@@ -271,6 +271,12 @@ def _load(settings: EngineSettings) -> None:
     _loaded = load_engine(settings)
 
 
+def answers(engine: Any, prompt: np.ndarray, writing: Writing) -> list[list[int]]:
+    """Return the engine's answers to a prompt."""
+    *_, last = engine.generate([prompt], [0], writing)
+    return [answer.tolist() for answer in last]
+
+
 def may_share_prompts(engine: Engine, folders: dict[str, str]) -> dict[str, bool]:
     """Return the verdict on model folders, in this process, which has imported vLLM."""
     from vllm import EngineArgs
@@ -299,8 +305,12 @@ def local(settings: EngineSettings) -> Ask:
 
 
 @contextlib.contextmanager
-def hosted(settings: EngineSettings, *, second_runner: bool = False) -> Iterator[Ask]:
-    """Load an engine in a separate process; see `tests.second_runner`."""
+def hosted(
+    settings: EngineSettings, *, second_runner: bool = False, enter: Callable[[], None] | None = None
+) -> Iterator[Ask]:
+    """Load an engine in a separate process, which calls `enter` before; see `tests.second_runner`."""
     with EngineProcess(ENVIRONMENT if second_runner else {}) as process:
+        if enter is not None:
+            process.call(enter, timeout_s=TIMEOUT_S)
         process.call(_load, settings, timeout_s=TIMEOUT_S)
         yield lambda function, *args, **kwargs: process.call(_call, function, args, kwargs, timeout_s=TIMEOUT_S)

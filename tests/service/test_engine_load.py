@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 from teacher_server.engines import hf
-from teacher_server.engines.base import ScoreParams, TokenSequence
+from teacher_server.engines.base import ScoreParams, TokenSequence, Writing
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
+from tests.model_families import save_family
+from tests.model_parts import enter_vllm
 from tests.processes import is_alive, wait_until
 from tests.service.engine_host import (
     Ask,
@@ -176,6 +179,24 @@ def test_vllm_finds_a_head_with_a_bias(biased: Path) -> None:
     """Fails if the check misses the bias of vLLM's packed head."""
     with hosted(engine_settings(biased, "vllm")) as ask:
         check_biased(ask, biased)
+
+
+@pytest.mark.slow
+def test_vllm_scores_tokens_that_answers_exclude(tmp_path: Path) -> None:
+    """Fails if vLLM's Gemma 4 gives tokens that its folder excludes from answers no probability, or writes them."""
+    model = save_family(tmp_path, "gemma4", seed=1)
+    excluded = list(range(100, 200))
+    (model / "generation_config.json").write_text(json.dumps({"suppress_tokens": excluded}))
+    settings = {"max_tokens": 64}
+    params = ScoreParams("sampled")
+    sequence = TokenSequence(np.arange(80, 120, dtype=np.int32), 8)
+    expected = local(engine_settings(model, "hf", **settings))("score", [sequence], params)[0]
+    with hosted(engine_settings(model, "vllm", **settings), enter=enter_vllm) as ask:
+        np.testing.assert_allclose(ask("score", [sequence], params)[0], expected, atol=1e-4)
+        writing = Writing(n=8, temperature=1.0, top_p=1.0, max_tokens=40, n_vocab=256, stop_ids=(257,))
+        assert not {*excluded} & {
+            token for answer in ask("answers", sequence.token_ids[:8], writing) for token in answer
+        }
 
 
 @pytest.mark.slow
