@@ -168,7 +168,7 @@ def _fail_on_one_rank(rank: int, world_size: int, folder: Path) -> tuple[list[st
     compiled.log.warning = lambda text, *args: reasons.append(text % args)
     for backend in (fails, aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fails)):
         torch._dynamo.reset()
-        compiled._BACKEND = backend if rank == 1 else "eager"
+        compiled._BACKEND = backend if rank == 1 else "aot_eager"
         device = torch.device("cpu")
         compiled.compile_layers(student.model, must=False, packing=False, dtype=torch.float32, device=device)
     return reasons, student.train_step(share(_batches(packing=True), rank, world_size)).loss
@@ -179,6 +179,6 @@ def test_a_rank_that_cannot_compile_does_not_stop_the_others(tmp_path: Path) -> 
     save_family(tmp_path, "qwen3", seed=1)
     (reasons, loss), others = run_ranks(_fail_on_one_rank, 2, tmp_path, timeout_s=240.0)
     assert len(reasons) == 2
-    assert all("no compiler" in reason for reason in reasons)
+    assert [reason for reason in reasons if "no compiler" not in reason] == []
     assert others == (reasons, loss)
     assert loss > 0

@@ -180,7 +180,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
         # Flash supports neither float32 nor masks, and the memory-efficient kernel no shared heads; the fallback needs
         # [heads, S, S].
         k, v = (tensor.repeat_interleave(n_shared, dim=1) for tensor in (k, v))
-    shares = q.shape[1] != k.shape[1]
+    shares = bool(q.shape[1] != k.shape[1])  # in compiled code a comparison of sizes is no bool
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shares, scale=scale)
 
 

@@ -20,7 +20,8 @@ from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 
-_VARIANTS = 64  # limit of a compiled split's variants; more are an error instead of a warning
+# More variants than this limit are an error instead of a warning.
+_OPTIONS: Any = {"dynamic": False, "fullgraph": True, "recompile_limit": 64}
 
 
 def install_fused_rope() -> None:
@@ -148,7 +149,7 @@ def _normed_and_turned(
     return torch.cat((rotated, heads[..., width:]), dim=-1)
 
 
-@torch.compile(dynamic=False, fullgraph=True, recompile_limit=_VARIANTS)
+@torch.compile(**_OPTIONS)
 def _split_heads(
     mixed: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Any, sin: Any, n: int, *norm: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +159,7 @@ def _split_heads(
     return queries.flatten(2, 3).contiguous(), keys.flatten(2, 3).contiguous(), heads[..., n + 1, :].contiguous()
 
 
-@torch.compile(dynamic=False, fullgraph=True, recompile_limit=_VARIANTS)
+@torch.compile(**_OPTIONS)
 def _split_heads_back(
     grads: tuple[Tensor, Tensor, Tensor],
     trains: bool,
@@ -176,18 +177,17 @@ def _split_heads_back(
     """
     queries, keys, values = grads
     of_turned = torch.cat((queries.unflatten(2, (-1, n)), keys.unflatten(2, (-1, 1))), dim=3)
+    of_weights: tuple[Tensor | None, ...] = (None, None)
+    back: Any
     if mixed is None or q_weight is None or k_weight is None:
-        _, back = torch.func.vjp(
-            lambda x: _normed_and_turned(x, None, cos, sin, *norm), of_turned.new_zeros(of_turned.shape)
-        )
-        of_weights = (None, None)
+        zeros = of_turned.new_zeros(of_turned.shape)
+        back = torch.func.vjp(lambda x: _normed_and_turned(x, None, cos, sin, *norm), zeros)[1]
         (of_heads,) = back(of_turned)
     else:
         heads = mixed.unflatten(-1, (n + 2, -1))[..., : n + 1, :]
         weight = torch.cat((q_weight.expand(n, -1), k_weight[None])).float()
-        _, back = torch.func.vjp(lambda x, w: _normed_and_turned(x, w, cos, sin, *norm), heads, weight)
+        back = torch.func.vjp(lambda x, w: _normed_and_turned(x, w, cos, sin, *norm), heads, weight)[1]
         of_heads, of_weight = back(of_turned)
-        of_weights = (
-            (of_weight[:n].sum(0).to(q_weight.dtype), of_weight[n].to(k_weight.dtype)) if trains else (None, None)
-        )
+        if trains:
+            of_weights = (of_weight[:n].sum(0).to(q_weight.dtype), of_weight[n].to(k_weight.dtype))
     return torch.cat((of_heads, values.unflatten(2, (-1, 1))), dim=3).flatten(3), *of_weights

@@ -163,6 +163,7 @@ class AllHeadsNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, n_heads: int) -> None:
         super().__init__()
         self._width = n_heads * hidden_size
+        self._eps = eps
         self.weight = torch.nn.Parameter(torch.empty(self._width // config.tensor_model_parallel_size))
 
     def forward(self, values: Tensor) -> Tensor:
