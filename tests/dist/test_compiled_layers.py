@@ -170,7 +170,7 @@ def _fail_on_one_rank(rank: int, world_size: int, folder: Path) -> tuple[list[st
         torch._dynamo.reset()
         compiled._BACKEND = backend if rank == 1 else "aot_eager"
         device = torch.device("cpu")
-        compiled.compile_layers(student.model, must=False, packing=False, dtype=torch.float32, device=device)
+        compiled.compile_layers(student.model, must=False, packing=True, dtype=torch.float32, device=device)
     return reasons, student.train_step(share(_batches(packing=True), rank, world_size)).loss
 
 
