@@ -14,14 +14,17 @@ from contextlib import closing
 from pathlib import Path
 
 from gkd.config.schema import Config
+from gkd.config.schema_sections import STREAM
 from gkd.console.summary import write_card
+from gkd.data.sampler import make_sampler
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
-from gkd.pipeline.batches import make_source
+from gkd.pipeline.batches import BatchSource, PrefetchedBatches
 from gkd.pipeline.colocation import GpuSharing
 from gkd.pipeline.evaluate import Evaluator
-from gkd.pipeline.replay import BatchRecorder
+from gkd.pipeline.replay import BatchRecorder, ReplayedBatches
 from gkd.pipeline.staleness import check_staleness
+from gkd.pipeline.streaming import StreamedBatches
 from gkd.roles import Roles
 from gkd.run.checkpoints import ACTOR, IN_FLIGHT
 from gkd.run.failure_policy import attempt, run_ending, save_and_export
@@ -186,3 +189,13 @@ class Trainer:
             self.roles.actor.export_hf(self.folder.new_export)
         write_card(self.folder.new_export, self.folder.root, self.config, self.metrics.state, self.step)
         log.info("exported the student to %s", self.folder.publish_export())
+
+
+def make_source(config: Config, roles: Roles, prompts: Sequence[Prompt], total_steps: int) -> BatchSource:
+    """Return the source that `trainer.replay` or else `trainer.scheduler` selects."""
+    if config.trainer.replay:
+        return ReplayedBatches(config, roles.scoring)
+    sampler = make_sampler(config, prompts)
+    if config.trainer.scheduler == STREAM:
+        return StreamedBatches(config, roles.rollout, roles.scoring, sampler, total_steps)
+    return PrefetchedBatches(config, roles.rollout, roles.scoring, sampler, total_steps)

@@ -36,7 +36,7 @@ FINISH_REASONS = ("stop", "length", "environment", "environment_error")
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """One row of a prompt file, tokenized. The engines receive it through `gkd.data.codec`."""
+    """One row of a prompt file, tokenized. The engines receive it through `gkd.rollout.messages`."""
 
     prompt_id: int  # row number over all files; stable between runs
     token_ids: np.ndarray  # [P] int32

@@ -13,12 +13,11 @@ import numpy as np
 
 from gkd.actor import shared_folder
 from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel_groups
-from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import layouts_of
 from gkd.cluster.calls import Pending, fetch, gather
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import IPC
-from gkd.data.scatter import gather_results, scatter_to_groups
+from gkd.data.scatter import ChunkInputs, gather_results, scatter_to_groups
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import attention_length
 from gkd.hf.model_folder import read_config_json
@@ -218,7 +217,7 @@ class ActorPool:
         groups = scatter_to_groups(batch, self.dp_size, self._attention_length, in_step=self._in_step)
         refs = {}
         for worker, layout in zip(self.workers, self._layouts, strict=True):
-            inputs = ChunkInputs.of_parts(groups[layout.dp_rank], layout)
+            inputs = ChunkInputs.of_parts(groups[layout.dp_rank], is_last_stage=layout.is_last_stage)
             refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(*inputs.to_args(), **options)
         return list(gather(refs, method, self._timeout_s).values())
 

@@ -22,13 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.lora import scaled_factors
 from gkd.actor.common.shard_writer import BackgroundWriter
-from gkd.actor.inputs import ChunkInputs
 from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.startup import WATCH
 from gkd.config.check_values import listed_steps
 from gkd.data.batching import check_batch, make_micro_batches, token_records, trained_on
 from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers, without_targets
-from gkd.data.scatter import map_selected, select, with_numbers
+from gkd.data.scatter import ChunkInputs, map_selected, select, with_numbers
 from gkd.errors import CheckpointError
 from gkd.log import get_logger
 from gkd.memory.states import OPTIMIZER, PARAMS

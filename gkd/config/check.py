@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from urllib.parse import urlsplit
 
-from gkd.config.check_values import check_values, template_parts
+from gkd.config.check_values import template_parts, value_errors
 from gkd.config.declare import function_name, is_path
 from gkd.config.relations import check_relations
 from gkd.config.schedule import LOSSES, OF_ROLLOUTS, REWARD_WEIGHT, points_problem
@@ -403,7 +403,8 @@ def check_config(config: Config) -> Derived:
     Raises:
         ConfigError: names every value outside its limits, or the first contradiction between keys.
     """
-    check_values(config)
+    if errors := list(value_errors(config)):
+        raise ConfigError.together(errors)
     derived = config.derived
     for check in _CHECKS:
         check(config)

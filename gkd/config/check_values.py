@@ -14,12 +14,6 @@ from teacher_server.config.load import limit_problems
 _MOST_PROFILED = 100  # steps of one range; each writes megabytes per rank
 
 
-def check_values(config: Sections) -> None:
-    """Raise ConfigError naming every value that is not valid by itself."""
-    if errors := list(value_errors(config)):
-        raise ConfigError.together(errors)
-
-
 def value_errors(config: Sections) -> Iterator[ConfigError]:
     """Yield an error for each value that is not valid by itself."""
     yield from (ConfigError(*problem) for problem in limit_problems(all_keys(), config.value))

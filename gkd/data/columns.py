@@ -5,7 +5,7 @@
 
 All ranks of a group build the same micro-batches. Everything but attention computes each position on its own, so a rank
 needs nothing from the others: neither for the loss, whose targets are per row, nor for the gradients, which are summed
-over the group like over data-parallel ranks. `gkd.actor.common.context_parallel` is the exchange for attention.
+over the group like over data-parallel ranks. `gkd.actor.common.attention` is the exchange for attention.
 
 Letters: B rows, S columns, s = S / cp columns of a rank, N loss rows of a micro-batch.
 """

@@ -1,6 +1,7 @@
 """Scatter the sequences of chunks over data-parallel groups or ranks, select them there, and gather the results.
 
     driver    scatter_to_groups | scatter_to_ranks    which sequences of which chunk
+    call      ChunkInputs                             the sequences and their chunks, of one rank
     rank      select | map_selected                   those sequences, out of the chunks
     host      gather_results                          the results of several ranks, in the order of the chunk
 
@@ -16,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import chain, islice, zip_longest
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -45,13 +47,62 @@ class RankPart:
     sequence_indices: bytes | None
 
 
-def encode_indices(indices: np.ndarray, n_sequences: int) -> bytes | None:
-    """Return the `sequence_indices` of a list of `n_sequences`.
+@dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    """A data-parallel group's part of a batch, as arguments of a Ray call: of each chunk the sequences and the lists.
 
-    Args:
-        indices: [n] integers, distinct and ascending.
+    On the driver, Ray handles stand in the place of the lists of rollouts, scores and reference logprobs.
     """
-    return None if len(indices) == n_sequences else indices.astype(_INDEX).tobytes()
+
+    indices: Sequence[bytes | None]  # the group's sequences in each chunk, see the module
+    rollouts: Sequence[list[Rollout]]
+    scores: Sequence[list[TeacherScores]] = ()  # empty except on the last pipeline stage, which computes the loss
+    # [R] float32 of each sequence, or None for one that is not trained on; a chunk's last ones may be left out. Empty
+    # where `scores` are, and without a reference.
+    reference: Sequence[list[np.ndarray | None]] = ()
+    numbers: Sequence[bytes] = ()  # numbers of the group's sequences, as in `ScoredChunk`; empty: none needed
+
+    @classmethod
+    def of_parts(cls, group_parts: Sequence[GroupPart], *, is_last_stage: bool) -> Self:
+        """Return the inputs, with handles, of a rank whose data-parallel group has these parts."""
+        chunks = [part.chunk for part in group_parts]
+        scored = chunks if is_last_stage else []
+        return cls(
+            [part.sequence_indices for part in group_parts],
+            [chunk.rollouts.ref for chunk in chunks],
+            [chunk.ref for chunk in scored],
+            [chunk.reference for chunk in scored if chunk.reference is not None],
+            [part.numbers for part in group_parts if part.numbers is not None],
+        )
+
+    def to_args(self) -> list[Any]:
+        """Return the arguments of a Ray call. Ray resolves a handle only if it is an argument, not a part of one."""
+        lists = (self.rollouts, self.scores, self.reference)
+        return [(self.indices, self.numbers, [len(of_kind) for of_kind in lists]), *chain(*lists)]
+
+    @classmethod
+    def of_args(cls, head: tuple[Any, ...], *lists: list[Any]) -> Self:
+        """Return the inputs whose `to_args` were passed; Ray has resolved the handles."""
+        indices, numbers, sizes = head
+        rest = iter(lists)
+        rollouts, scores, reference = ([*islice(rest, size)] for size in sizes)
+        return cls(indices, rollouts, scores, reference, numbers)
+
+    def scores_with_reference(self) -> Sequence[list[TeacherScores]]:
+        """Return the scores of each chunk with the reference logprobs of the same sequences.
+
+        Raises:
+            DataError: a chunk has more reference logprobs than scores.
+        """
+        if not self.reference:
+            return self.scores
+        sizes = [len(chunk) for chunk in self.scores], [len(chunk) for chunk in self.reference]
+        if any(n < m for n, m in zip(*sizes, strict=True)):
+            raise DataError(f"chunks of {sizes[0]} scored sequences have reference logprobs of {sizes[1]}")
+        return [
+            [replace(score, reference_logprobs=logprobs) for score, logprobs in zip_longest(scored, chunk)]
+            for scored, chunk in zip(self.scores, self.reference, strict=True)
+        ]
 
 
 def encode_part(chunk: RolloutChunk, positions: np.ndarray | None = None) -> bytes | None:
@@ -62,9 +113,9 @@ def encode_part(chunk: RolloutChunk, positions: np.ndarray | None = None) -> byt
     """
     if positions is None:
         positions = np.arange(chunk.n_sequences)
-    if chunk.sequence_indices is None:
-        return encode_indices(positions, chunk.n_sequences)
-    return chunk.sequence_indices[positions].astype(_INDEX).tobytes()
+    if chunk.sequence_indices is not None:
+        return chunk.sequence_indices[positions].astype(_INDEX).tobytes()
+    return None if len(positions) == chunk.n_sequences else positions.astype(_INDEX).tobytes()
 
 
 def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int]:

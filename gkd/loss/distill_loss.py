@@ -42,12 +42,7 @@ from gkd.loss.token_loss import (
     weigh,
 )
 from gkd.loss.token_weights import full_support_mass, listed_support_mass, with_token_weights
-from gkd.loss.vocab_parallel import (
-    RowLogprobs,
-    VocabShard,
-    row_logprobs,
-    write_logits_gradient,
-)
+from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, row_logprobs, write_logits_gradient
 from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
 

@@ -97,14 +97,7 @@ class UnitTables:
         n_local: rows of the student's LM head on this rank.
     """
 
-    def __init__(
-        self,
-        pair: TokenizerPair,
-        *,
-        shard: VocabShard,
-        n_local: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, pair: TokenizerPair, *, shard: VocabShard, n_local: int, device: torch.device) -> None:
         student = pair.student
         teacher = pair.teacher
         nodes = pair.nodes

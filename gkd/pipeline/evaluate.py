@@ -16,8 +16,8 @@ from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.metrics.token_groups import evaluation_numbers
 from gkd.metrics.writer import read_metrics
+from gkd.pipeline.batches import generate_and_score
 from gkd.pipeline.colocation import GpuSharing
-from gkd.pipeline.source import generate_and_score
 from gkd.roles import Roles
 from gkd.run.folder import RunFolder
 from gkd.types import GreedyReport, Prompt, Sample, ScoredChunk

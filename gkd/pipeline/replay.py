@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gkd.config.schema import Config
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.pipeline.source import BatchSource
+from gkd.pipeline.batches import BatchSource
 from gkd.roles import ScoringRole
 from gkd.run.checkpoints import step_folder
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced

@@ -28,7 +28,7 @@ from gkd.config.schema import Config
 from gkd.data.chunks import part_of
 from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.errors import ClusterError, RankTimeout
-from gkd.pipeline.source import Background, BatchSource
+from gkd.pipeline.batches import Background, BatchSource
 from gkd.pipeline.staleness import StreamScheduler
 from gkd.roles import RolloutRole, RolloutStream, ScoringRole
 from gkd.run.checkpoints import TrainerState

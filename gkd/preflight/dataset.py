@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.config.check import check_config
 from gkd.config.schema import Config
-from gkd.config.schema_teacher import ZMQ
+from gkd.config.schema_teacher import HTTP, ZMQ
 from gkd.data.prompts import RowReader, load_prompts
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, TeacherRefusal
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.log import get_logger
 from gkd.preflight.prompts import training_prompts
-from gkd.preflight.run import common_vocab, find_teachers, read_student
+from gkd.preflight.run import common_vocab, find_teachers, probed_teachers, read_student
 from gkd.preflight.student import chosen
 from gkd.preflight.teacher import check_masked, check_reachable
 from gkd.preflight.user_code import environment_tools
 from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.teacher import open_teacher
 from gkd.types import Prompt
+from teacher_server.client.generate import AnswerSettings, NamedPrompt
 
 log = get_logger("preflight")
 
@@ -69,7 +72,26 @@ def check_generation(config: Config) -> DatasetPlan:
     """
     check_supported(config)
     check_config(config)
-    return _plan(config, _to_answer)[0]
+    plan, n_student_vocab = _plan(config, _to_answer)
+    if config.teacher.backend == HTTP:
+        sampled = plan.config.with_values({"teacher.signal": "sampled"})  # the probes need no lists
+        teachers = probed_teachers(sampled, plan.teachers, plan.tokenizer, plan.prompts, n_student_vocab)
+        _check_answers(plan)
+        plan = replace(plan, teachers=teachers)
+    return plan
+
+
+def _check_answers(plan: DatasetPlan) -> None:
+    """Request a token from each server of an HTTP teacher. Raises ConfigError: one sends no ids of its answers."""
+    teacher = plan.config.teacher
+    n = len(teacher.url)  # they take turns
+    prompt = NamedPrompt("a probe", plan.prompts[0].token_ids, 0)
+    try:
+        with closing(open_teacher(teacher, k=0, n_vocab=plan.n_vocab, n_in_flight=n)) as client:
+            client.generate([prompt], AnswerSettings(n, 0.0, 1.0, 1, plan.n_vocab, plan.eos_ids)).result()
+    except TeacherRefusal as error:
+        fix = "use a newer vLLM or SGLang, or a teacher server: gkd teacher --engine vllm."
+        raise plan.config.error("teacher.url", f"it writes no answers with token ids: {error}.", fix) from error
 
 
 def _to_answer(config: Config, tokenizer: Any, _: Sequence[int]) -> list[Prompt]:
@@ -93,10 +115,10 @@ def _plan(config: Config, read: Callable[[Config, Any, Sequence[int]], list[Prom
 
 
 def check_supported(config: Config) -> None:
-    """Raise ConfigError if the answers need something else than one teacher server and one prompt of text a row."""
-    if config.teacher.backend != ZMQ:
-        problem = "only a teacher server writes answers."
-        raise config.error("teacher.backend", problem, f"use teacher.backend={ZMQ}, and gkd teacher --engine vllm.")
+    """Raise ConfigError if the answers need something else than one teacher on a server and prompts of text."""
+    if config.teacher.backend not in (ZMQ, HTTP):
+        problem = "only a teacher on a server writes answers."
+        raise config.error("teacher.backend", problem, f"use {ZMQ}, and gkd teacher --engine vllm, or {HTTP}.")
     if config.teacher.routes:
         problem = "the answers of a file come from one teacher."
         raise config.error("teacher.routes", problem, "remove the key, and give one file for each teacher.")

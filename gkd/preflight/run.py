@@ -253,7 +253,7 @@ class _Checks:
             ConfigError: student, teacher and prompts do not fit.
         """
         tokenizer = self.other_tokenizer or self.tokenizer
-        self.teachers = _probed(self.config, self.teachers, tokenizer, train, self.n_student_vocab)
+        self.teachers = probed_teachers(self.config, self.teachers, tokenizer, train, self.n_student_vocab)
         check_image_processors(self.config, self.teachers)
         with_gpus = self.config
         if self.device == "cuda":
@@ -437,7 +437,7 @@ def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
     return (local_teacher(config, device),)
 
 
-def _probed(
+def probed_teachers(
     config: Config, teachers: tuple[TeacherInfo, ...], tokenizer: Any, train: Sequence[Prompt], n_student_vocab: int
 ) -> tuple[TeacherInfo, ...]:
     """Return the teachers, with what probes tell of those that are not described.

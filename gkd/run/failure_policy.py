@@ -161,10 +161,6 @@ def start_again(environment: Mapping[str, str], more: Sequence[str] = ()) -> Non
     print(f"trainer.max_restarts: the run starts again, restart {n_restarts() + 1}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, restart_command(more), {**environment, _COUNT: str(n_restarts() + 1)})
-
-
-def restart_command(more: Sequence[str] = ()) -> list[str]:
-    """Return the words of this process's command, with trainer.resume=auto."""
     kept = [word for word in sys.orig_argv[1:] if not word.startswith(f"{_SETTING}=")]
-    return [sys.executable, *kept, *more, f"{_SETTING}=auto"]
+    command = [sys.executable, *kept, *more, f"{_SETTING}=auto"]
+    os.execve(sys.executable, command, {**environment, _COUNT: str(n_restarts() + 1)})

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import Config
-from gkd.data.codec import ColumnList
+from gkd.data.chunks import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherChanged, TeacherError, TeacherUnavailable
 from gkd.roles import Computation

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.config.schema import Config
-from gkd.data.chunks import chunk_sizes, encode_sizes, whole_groups
-from gkd.data.codec import ColumnList
+from gkd.data.chunks import ColumnList, chunk_sizes, encode_sizes, whole_groups
 from gkd.data.row_files import RowTable
 from gkd.data.scatter import gather_results, select
 from gkd.data.template import Tools

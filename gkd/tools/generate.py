@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import numpy as np
 
 from gkd.config.load import add_config, load_config, parse_overrides
 from gkd.console.numbers import clock, count
-from gkd.data.answer_file import AnswerFile
 from gkd.data.prompts import ids_column
 from gkd.data.responses import answer_text
 from gkd.data.row_files import decode_row, fingerprint
@@ -32,8 +32,10 @@ from gkd.rollout.vllm.sampling import sequence_seed
 from gkd.run import interrupts
 from gkd.scoring.reward.judging import RewardWorkers
 from gkd.scoring.reward.worker import Case, Start
-from gkd.scoring.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.info import TeacherArgs
+from gkd.scoring.teacher.teacher import open_teacher
 from gkd.tools import exit_codes
+from gkd.tools.answer_file import AnswerFile
 from gkd.types import Prompt
 from gkd.user_code import search_path
 from teacher_server.client.generate import AnswerSettings, NamedPrompt
@@ -47,15 +49,18 @@ _EXAMPLES = """examples:
   gkd generate --config mine.yaml --data prompts.jsonl --out answers.jsonl -n 8 --keep exact_match
   gkd generate model.path=STUDENT teacher.server_ip=HOST --data prompts.jsonl --out answers.jsonl
 
-The teacher server needs --engine vllm. Each row of OUT is a row of FILE with an answer: its text in the column
-data.response_key, its token ids in the column of this name with _ids. The same command goes on after an interruption.
+The teacher server needs --engine vllm; teacher.backend=http works, too. Each row of OUT is a row of FILE with an
+answer: its text in the column data.response_key, its token ids in the column of this name with _ids. The same command
+goes on after an interruption.
 Then train on them: data.train_files=[answers.jsonl] distill.on_policy_share=0
 
 exit code: 0 all prompts are answered, 1 the teacher, the function or the disk failed, 2 wrong settings, data or models,
 130 interrupted
 """
 _REPORT_S = 10.0
+_COLDEST = 0.01  # vLLM raises lower temperatures to it
 _PATIENCE_S = 3600.0  # for the answers of one request; a server that is gone is noticed after teacher.outage_budget_s
+_AHEAD = 4  # answers over HTTP that have begun or wait, for each one in flight: a long one delays few others
 _HALF = 0.5
 
 
@@ -83,14 +88,16 @@ def generate(plan: DatasetPlan, args: argparse.Namespace) -> None:
         ConfigError: the file has other answers.
         DataError: a row has a value that JSON does not have.
         RewardError: the function of --keep failed.
-        TeacherError, TeacherUnavailable: see `ZmqTeacher`.
+        TeacherError, TeacherUnavailable: see `Teacher`.
     """
     config = plan.config
+    teacher = plan.teachers[0]
     max_tokens = args.max_tokens or config.data.max_response_length
     how = AnswerSettings(args.n, args.temperature, args.top_p, max_tokens, plan.n_vocab, plan.eos_ids)
     of_teacher = [prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids for prompt in plan.prompts]
     settings = {
-        "teacher": plan.teachers[0].fingerprint,
+        "teacher": teacher.fingerprint,
+        "teacher's probe": list(teacher.probe.logprobs) if teacher.probe else None,
         "data": fingerprint(config.data.train_files[0], "data.train_files")["xxh3_128"],
         "prompts": token_digest(np.concatenate(of_teacher)).hex(),
         "column": config.data.response_key,
@@ -130,18 +137,19 @@ def _answered(
         NamedPrompt(decode_row(prompt.row or b"")[0], ids, sequence_seed(plan.config.data.seed, prompt.prompt_id))
         for prompt, ids in zip(plan.prompts[first:], of_teacher[first:], strict=True)
     ]
+    info = plan.teachers[0]
     longest = max((len(prompt.ids) for prompt in named), default=1)
     size = max(1, min(MAX_SEQUENCES // how.n, how.most_prompts, MAX_TOKENS // longest))
-    n_requests = max(1, plan.teachers[0].n_workers) + 1
+    n_requests = max(1, info.n_workers) + 1
+    n_in_flight = n_requests * MAX_SEQUENCES
+    if not info.is_server:
+        size = 1
+        n_in_flight = info.n_streams
+        n_requests = _AHEAD * -(-n_in_flight // how.n)
     patient = replace(plan.config.teacher, request_timeout_s=max(_PATIENCE_S, plan.config.teacher.request_timeout_s))
     waiting = deque[Future[list[np.ndarray]]]()
-    with ZmqTeacher(
-        patient,
-        k=0,
-        n_vocab=plan.n_vocab,
-        n_in_flight=n_requests * MAX_SEQUENCES,
-        fingerprint=plan.teachers[0].fingerprint,
-    ) as teacher:
+    same = TeacherArgs(k=0, n_vocab=plan.n_vocab, n_in_flight=n_in_flight, fingerprint=info.fingerprint)
+    with closing(open_teacher(patient, probe=info.probe, **same)) as teacher:
         chunks = [named[start : start + size] for start in range(0, len(named), size)]
         position = first
         for chunk in chunks[:n_requests]:
@@ -257,8 +265,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     args = parse_overrides(parser, argv)
     if not 1 <= args.n <= MAX_SEQUENCES or (args.n > 1 and args.temperature == 0):
         parser.error(f"-n {args.n}: give 1 to {MAX_SEQUENCES}, and 1 with --temperature 0, which has one answer")
-    if not (0 <= args.temperature < math.inf and 0 < args.top_p <= 1):
-        parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: give >= 0, and above 0 up to 1")
+    if not ((args.temperature == 0 or _COLDEST <= args.temperature < math.inf) and 0 < args.top_p <= 1):
+        parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: give 0 or >= {_COLDEST}, above 0 up to 1")
     if not 0 <= args.max_tokens <= MAX_TOKENS // args.n:
         parser.error(f"--max-tokens {args.max_tokens}: with -n {args.n} give at most {MAX_TOKENS // args.n}")
     return args

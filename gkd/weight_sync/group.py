@@ -29,7 +29,6 @@ from gkd.weight_sync.segment import (
     attached,
     card_id,
     copy_shared,
-    finish_copies,
     host_id,
     shared_handle,
 )
@@ -260,7 +259,8 @@ class _CudaIpc:
         if copy is not None:
             copy.copy_(buffer, non_blocking=True)
         group.meet()
-        finish_copies(group.device)
+        if group.device.type == "cuda":
+            torch.cuda.current_stream(group.device).synchronize()  # until the copy is made
 
     def receive(self, group: TransferGroup, n_bytes: int, buffer: Tensor | None) -> tuple[Tensor, int]:
         assert buffer is not None

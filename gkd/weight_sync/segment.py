@@ -183,12 +183,6 @@ def copy_shared(handle: bytes, buffer: torch.Tensor) -> None:
         ) from error
 
 
-def finish_copies(device: torch.device) -> None:
-    """Wait for the copies that this thread's stream makes."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def collect(device: torch.device) -> None:
     """Let the allocator reuse memory that was shared and that no process has open any more."""
     if device.type == "cuda":

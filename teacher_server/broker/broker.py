@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Mapping
 
 import zmq
+from prometheus_client import CollectorRegistry
 
 from teacher_server.broker.client_handler import ClientHandler
-from teacher_server.broker.metrics import BrokerMetrics
 from teacher_server.broker.outbox import Outbox
 from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard
@@ -56,6 +56,7 @@ class Broker:
         max_queue_bytes: limit on the bytes of queued requests.
         worker_timeout_s: a worker that sends nothing for this long is lost.
         keys: keys accepted on `port` and `worker_port`; None disables authentication.
+        registry: source of the metrics page; None serves no metrics.
         teachers: name -> model fingerprint ("" if unknown) of all teachers. Their requests are queued before a worker
             has joined, and workers with another model are refused. Empty means a worker of any teacher may join.
 
@@ -73,7 +74,7 @@ class Broker:
         max_queue_bytes: int = 256 << 20,
         worker_timeout_s: float = 3.0,
         keys: ServerKeys | None = None,
-        metrics: BrokerMetrics | None = None,
+        registry: CollectorRegistry | None = None,
         teachers: Mapping[str, str] | None = None,
     ) -> None:
         epoch = os.urandom(ID_BYTES)
@@ -110,10 +111,9 @@ class Broker:
         self._control_lock = threading.Lock()
         self._queue = RequestQueue(epoch[:8], max_queue_bytes)
         registered = Teachers(teachers or {})
-        self._board = StatusBoard(epoch, self._queue, registered)
-        metrics = BrokerMetrics() if metrics is None else metrics
-        self._outbox = Outbox(self._front, self._board, metrics)
-        self._registry = WorkerRegistry(self._queue, registered, self._board, self._outbox, metrics)
+        self._board = StatusBoard(epoch, self._queue, registered, registry)
+        self._outbox = Outbox(self._front, self._board)
+        self._registry = WorkerRegistry(self._queue, registered, self._board, self._outbox)
         self._client_handler = ClientHandler(epoch, self._queue, registered, self._board, self._outbox, self._registry)
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
 

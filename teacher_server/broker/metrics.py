@@ -1,104 +1,32 @@
-"""Serve Prometheus metrics: counters and histograms of the broker, and gauges of its snapshot.
+"""Serve Prometheus metrics: the counters and histograms of `StatusBoard`, and gauges of the broker's status.
 
-The broker's thread calls `BrokerMetrics`, which takes a few microseconds. A scrape runs in its own thread and
-reads `snapshot()`, so a slow reader does not slow the broker.
+A scrape runs in its own thread and reads the latest status, so a slow reader does not slow the broker.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from teacher_server.errors import ServerError
-from teacher_server.wire.protocol import ErrorCode
 from teacher_server.wire.status import ServerStatus
 
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _STATES = ("ready", "draining")
-
-
-class BrokerMetrics:
-    """Counters and histograms since the start of the server. Call it from one thread.
-
-    Args:
-        registry: source of the metrics page; None serves no metrics.
-    """
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        registry = CollectorRegistry() if registry is None else registry
-        by_signal = ("teacher", "signal")
-        self._requests = _counter(registry, "requests_answered", "Requests completed with scores.", *by_signal)
-        self._tokens = _counter(registry, "tokens_scored", "Tokens of completed requests, with prompts.", *by_signal)
-        self._queue_s = _histogram(registry, "queue_seconds", "From the arrival of a request to its forward pass.")
-        self._compute_s = _histogram(registry, "compute_seconds", "Compute time of the batch of a request.")
-        self._refused = _counter(registry, "requests_refused", "Requests completed with an error.", "code")
-        self._retried = _counter(registry, "requests_retried", "Requests assigned again, to another worker.")
-        self._lost = _counter(registry, "workers_lost", "Workers that died or stopped sending heartbeats.")
-        self._excluded = _counter(registry, "workers_excluded", "Workers that sent bad data.")
-        self._children: dict[tuple[str, str], tuple[Counter, Counter, Histogram, Histogram]] = {}
-
-    def completed(self, teacher: str, signal: str, n_tokens: int, queue_s: float, compute_s: float) -> None:
-        """Count a completed request.
-
-        Args:
-            signal: as in the header of the reply.
-            n_tokens: P + R of the request, 0 for the LM head.
-        """
-        children = self._children.get((teacher, signal))
-        if children is None:  # `labels` takes a lock and formats strings, so call it once per pair
-            children = self._children[teacher, signal] = (
-                self._requests.labels(teacher, signal),
-                self._tokens.labels(teacher, signal),
-                self._queue_s.labels(teacher),
-                self._compute_s.labels(teacher),
-            )
-        requests, tokens, queue, compute = children
-        requests.inc()
-        tokens.inc(n_tokens)
-        queue.observe(queue_s)
-        compute.observe(compute_s)
-
-    def refused(self, code: ErrorCode) -> None:
-        self._refused.labels(code).inc()
-
-    def retried(self, n: int) -> None:
-        self._retried.inc(n)
-
-    def lost_worker(self) -> None:
-        self._lost.inc()
-
-    def excluded(self) -> None:
-        self._excluded.inc()
-
-
-def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
-    return Counter(f"teacher_server_{name}", text, labels, registry=registry)  # Prometheus appends _total
-
-
-def _histogram(registry: CollectorRegistry, name: str, text: str) -> Histogram:
-    return Histogram(f"teacher_server_{name}", text, ("teacher",), registry=registry, buckets=_SECONDS)
-
-
-class HasSnapshot(Protocol):
-    """The part of the broker that the gauges read."""
-
-    def snapshot(self) -> ServerStatus: ...
 
 
 class _Gauges(Collector):
     """State of the server at the time of a scrape."""
 
-    def __init__(self, broker: HasSnapshot) -> None:
-        self._broker = broker
+    def __init__(self, status: Callable[[], ServerStatus]) -> None:
+        self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        status = self._broker.snapshot()
+        status = self._status()
         yield _gauge("uptime_seconds", "Time since the start of the server.", [((), status.uptime_s)])
         yield _gauge("draining", "1 while new requests are refused.", [((), float(status.draining))])
         yield _gauge("queued_bytes", "Bytes of requests that wait for a worker.", [((), status.queued_bytes)])
@@ -142,13 +70,18 @@ class MetricsServer:
         self._thread.join()
 
 
-def serve_metrics(host: str, port: int, broker: HasSnapshot, registry: CollectorRegistry) -> MetricsServer:
+def serve_metrics(
+    host: str, port: int, status: Callable[[], ServerStatus], registry: CollectorRegistry
+) -> MetricsServer:
     """Serve HTTP on host:port in its own thread, without authentication. Port 0 picks a free port.
+
+    Args:
+        status: returns the latest status; any thread may call it.
 
     Raises:
         ServerError: if the address cannot be bound.
     """
-    registry.register(_Gauges(broker))
+    registry.register(_Gauges(status))
     try:
         return MetricsServer(*start_http_server(port, host, registry))
     except OSError as error:

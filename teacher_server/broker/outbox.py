@@ -9,7 +9,6 @@ from typing import Any
 import zmq
 
 from teacher_server.broker.job import Job
-from teacher_server.broker.metrics import BrokerMetrics
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.wire.protocol import ErrorCode, ErrorReply, ServerMessage, replies
 from teacher_server.wire.worker_protocol import BrokerMessage, to_worker
@@ -20,10 +19,9 @@ log = logging.getLogger(__name__)
 class Outbox:
     """Send without blocking. A message that cannot be sent is dropped; a live peer sends its request again."""
 
-    def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics) -> None:
+    def __init__(self, front: zmq.Socket[bytes], board: StatusBoard) -> None:
         self._front = front
         self._board = board
-        self._metrics = metrics
         self._socket_of: dict[bytes, zmq.Socket[bytes]] = {}  # worker -> its socket
 
     def add_worker(self, worker: bytes, socket: zmq.Socket[bytes]) -> None:
@@ -43,8 +41,7 @@ class Outbox:
         self, client: bytes, request_id: bytes, code: ErrorCode, text: str, *, retry_after_s: float = 0.0
     ) -> None:
         """Reply with an error, and count it."""
-        self._board.n_errors[code] += 1
-        self._metrics.refused(code)
+        self._board.refused(code)
         self.reply(client, ErrorReply(request_id=request_id, code=code, text=text[:4096], retry_after_s=retry_after_s))
 
     def refuse_job(self, job: Job, code: ErrorCode, text: str) -> None:

@@ -5,24 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import zmq
 
 from teacher_server.broker.job import Job, check_worker_reply
-from teacher_server.broker.metrics import BrokerMetrics
 from teacher_server.broker.outbox import Outbox
 from teacher_server.broker.request_queue import RequestQueue
-from teacher_server.broker.status_board import StatusBoard
+from teacher_server.broker.status_board import StatusBoard, store
 from teacher_server.broker.teachers import Teachers
-from teacher_server.wire.protocol import (
-    ErrorReply,
-    GenerateReply,
-    ProtocolError,
-    RowsReply,
-    ScoreRequest,
-    replies,
-)
+from teacher_server.wire.protocol import ErrorReply, GenerateReply, ProtocolError, RowsReply, ScoreRequest, replies
 from teacher_server.wire.worker_protocol import (
     LOCAL_WORKER_NAME,
     Dismiss,
@@ -35,11 +27,8 @@ from teacher_server.wire.worker_protocol import (
 
 log = logging.getLogger(__name__)
 
-# Limits, because a worker chooses names and texts.
-_MAX_ENTRIES = 1000
-_MAX_CHARS = 1000
+_MAX_CHARS = 1000  # largest length of a text that a worker chooses
 Process = tuple[str, str, int, bytes]  # name, host, pid (may repeat in another container), nonce
-T = TypeVar("T")
 
 
 class WorkerEvent(NamedTuple):
@@ -55,20 +44,12 @@ class WorkerEvent(NamedTuple):
 class WorkerRegistry:
     """Workers of one broker."""
 
-    def __init__(
-        self,
-        request_queue: RequestQueue,
-        teachers: Teachers,
-        board: StatusBoard,
-        outbox: Outbox,
-        metrics: BrokerMetrics,
-    ) -> None:
+    def __init__(self, request_queue: RequestQueue, teachers: Teachers, board: StatusBoard, outbox: Outbox) -> None:
         self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._queue = request_queue
         self._teachers = teachers
         self._board = board
         self._outbox = outbox
-        self._metrics = metrics
         self._banned: dict[Process, str] = {}  # process -> why it was excluded
         self._leaving: dict[Process, str] = {}  # process -> name; a new connection must not undo a drain
         self._dismissed: dict[bytes, str] = {}  # identity -> name; its last hello can arrive after the dismissal
@@ -132,12 +113,11 @@ class WorkerRegistry:
         """Remove a worker and requeue its requests. Requests without attempts left are refused."""
         worker = self._queue.workers[identity]
         log.warning("lost worker %s (%s); %d requests requeued", worker.hello.name, reason, len(worker.outstanding))
-        self._board.n_lost_workers += 1
-        self._metrics.lost_worker()
+        self._board.lost_worker()
         self._outbox.remove_worker(identity)
         n_retried = self._queue.n_retried
         given_up = self._queue.remove_worker(identity, blame=blame)
-        self._metrics.retried(self._queue.n_retried - n_retried)
+        self._board.retried(self._queue.n_retried - n_retried)
         for job in given_up:
             text = f"{job.attempts} workers were lost during this request, the last one because: {reason}"
             self._outbox.refuse_job(job, "worker_lost", text)
@@ -156,7 +136,7 @@ class WorkerRegistry:
             raise LookupError(f"no worker {name!r} on this server; `status` lists the workers")
         for worker in workers:
             worker.leaving = True
-            _store(self._leaving, _process(worker.hello), name)
+            store(self._leaving, _process(worker.hello), name)
             self.events.put(WorkerEvent("leaving", name, ""))
         return sum(len(worker.outstanding) for worker in workers)
 
@@ -168,16 +148,15 @@ class WorkerRegistry:
             self._outbox.to_worker(identity, Dismiss())
             self._outbox.remove_worker(identity)
             self._queue.remove_worker(identity)
-            _store(self._dismissed, identity, hello.name)
+            store(self._dismissed, identity, hello.name)
             self.events.put(WorkerEvent("dismissed" if _process(hello) in self._leaving else "left", hello.name, ""))
 
     def _exclude(self, identity: bytes, reason: str) -> None:
         hello = self._queue.workers[identity].hello
         reason = reason[:_MAX_CHARS]
         log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, reason)
-        _store(self._banned, _process(hello), reason)
-        _store(self._board.excluded, hello.name, reason)
-        self._metrics.excluded()
+        store(self._banned, _process(hello), reason)
+        self._board.excluded(hello.name, reason)
         self._outbox.to_worker(identity, Dismiss(why=reason))
         self.events.put(WorkerEvent("excluded", hello.name, reason))
         self.mark_lost(identity, f"excluded: {reason}")
@@ -212,9 +191,8 @@ class WorkerRegistry:
                 self._outbox.to_worker(job.worker, JobCancel(job_id=job.job_id))
             self._queue.complete(identity, job.job_id)
             self._queue.record_completed(identity, job, checked.queue_s, checked.compute_s)
-            self._board.n_answered += 1
             signal = "generate" if isinstance(checked, GenerateReply) else checked.signal
-            self._metrics.completed(job.teacher, signal, _n_scored(job), checked.queue_s, checked.compute_s)
+            self._board.completed(job.teacher, signal, _n_scored(job), checked.queue_s, checked.compute_s)
         self._outbox.to_client(job.client, frames)
 
     def _on_error(self, identity: bytes, job: Job, error: ErrorReply, frames: list[zmq.Frame]) -> None:
@@ -223,25 +201,17 @@ class WorkerRegistry:
             worker.release(job.job_id)
             return
         if error.code == "engine" and self._queue.retry(job, failed_on=worker.hello.name):
-            self._metrics.retried(1)
+            self._board.retried(1)
             log.warning("worker %s failed on a request (%s); another worker retries", worker.hello.name, error.text)
             return
         self._queue.complete(identity, job.job_id)
         if error.code != "units":  # the worker asks for a map, with which the request comes again
-            self._board.n_errors[error.code] += 1
-            self._metrics.refused(error.code)
+            self._board.refused(error.code)
         self._outbox.to_client(job.client, frames)
 
 
 def _process(hello: WorkerHello) -> Process:
     return hello.name, hello.host, hello.pid, hello.nonce
-
-
-def _store(entries: dict[T, str], key: T, text: str) -> None:
-    """Add an entry, and drop the oldest one above the limit."""
-    entries[key] = text
-    if len(entries) > _MAX_ENTRIES:
-        del entries[next(iter(entries))]
 
 
 def _n_scored(job: Job) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from teacher_server.broker.broker import Broker
-from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
+from teacher_server.broker.metrics import serve_metrics
 from teacher_server.cli.ready_file import ReadyFile
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.config.command import command_parser, gkd_words
@@ -134,14 +134,14 @@ class Server:
             max_queue_bytes=settings.max_queue_mib << 20,
             worker_timeout_s=settings.worker_timeout_s,
             keys=keys,
-            metrics=BrokerMetrics(registry),
+            registry=registry,
             teachers=fingerprints,
         )
         self._broker.start()
         stack.callback(self._broker.stop)
         self._metrics_port: int | None = None
         if settings.metrics_port is not None:
-            metrics = serve_metrics(settings.metrics_host, settings.metrics_port, self._broker, registry)
+            metrics = serve_metrics(settings.metrics_host, settings.metrics_port, self._broker.snapshot, registry)
             stack.callback(metrics.stop)
             self._metrics_port = metrics.port
         self._ready_file.remove()  # this process owns the port now, so an existing file is out of date

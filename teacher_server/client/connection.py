@@ -17,16 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from teacher_server.client.outage import OutageClock
 from teacher_server.errors import ServerError
-from teacher_server.wire.protocol import (
-    ID_BYTES,
-    Buffer,
-    Ping,
-    Pong,
-    ProtocolError,
-    ServerMessage,
-    replies,
-    requests,
-)
+from teacher_server.wire.protocol import ID_BYTES, Buffer, Ping, Pong, ProtocolError, ServerMessage, replies, requests
 from teacher_server.wire.sockets import set_common_options
 
 if TYPE_CHECKING:

@@ -17,16 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from teacher_server.config.declare import keys_of
-from teacher_server.config.load import (
-    Problem,
-    Tree,
-    Unreadable,
-    limit_problems,
-    merge,
-    nearest,
-    read_file,
-    read_word,
-)
+from teacher_server.config.load import Problem, Tree, Unreadable, limit_problems, merge, nearest, read_file, read_word
 from teacher_server.config.schema import (
     N_WORKERS,
     SERVER_OPTIONS,

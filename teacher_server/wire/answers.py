@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from teacher_server.wire.protocol import (
-    MAX_ID,
-    Buffer,
-    GenerateReply,
-    GenerateRequest,
-    ProtocolError,
-    checksum,
-)
+from teacher_server.wire.protocol import MAX_ID, Buffer, GenerateReply, GenerateRequest, ProtocolError, checksum
 from teacher_server.wire.table import row_slices
 
 
@@ -34,11 +27,16 @@ def unpack_answers(request: GenerateRequest, reply: GenerateReply, frames: Seque
     ids = _ids("answers", frames, sum(reply.lengths), reply.checksum, request.n_vocab)
     answers = [ids[part] for part in row_slices(reply.lengths)]
     for answer in answers:
-        ends = np.flatnonzero(np.isin(answer, request.stop_ids))
-        n_expected = int(ends[0]) + 1 if len(ends) else request.max_tokens
-        if len(answer) != n_expected:
-            raise ProtocolError(f"an answer has {len(answer)} tokens, expected {n_expected}: up to its first stop id")
+        check_end(answer, request.max_tokens, request.stop_ids)
     return answers
+
+
+def check_end(answer: np.ndarray, max_tokens: int, stop_ids: Sequence[int]) -> None:
+    """Raise ProtocolError unless an answer ends with its first stop id, or has none and `max_tokens` tokens."""
+    ends = np.flatnonzero(np.isin(answer, stop_ids))
+    n_expected = int(ends[0]) + 1 if len(ends) else max_tokens
+    if len(answer) != n_expected:
+        raise ProtocolError(f"an answer has {len(answer)} tokens, expected {n_expected}: up to its first stop id")
 
 
 def split_prompts(request: GenerateRequest, ids: np.ndarray) -> list[np.ndarray]:

@@ -19,9 +19,8 @@ import numpy as np
 
 from gkd.cluster import calls
 from gkd.data.chunks import encode_sizes
-from gkd.data.codec import decode_prompts
 from gkd.rollout.engine.loop import Coalescer
-from gkd.rollout.messages import Job
+from gkd.rollout.messages import Job, decode_prompts
 from gkd.types import EngineUsage, RolloutChunk, SyncReport
 
 _TICK_S = 0.25

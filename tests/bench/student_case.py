@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.config.loss_spec import LossSpec
 from gkd.data.batching import make_micro_batches
 from gkd.types import MicroBatch, Rollout, TeacherScores, VersionSpan
 from teacher_server.wire.table import TopKTable
@@ -190,22 +189,10 @@ def make_student(
 ) -> Any:
     """A student of one rank; `more`: settings of its backend."""
     from gkd.actor.common.optim_spec import OptimSpec
+    from tests.dist.student_cases import build_student
 
-    settings: dict[str, Any] = {
-        "optim": OptimSpec(lr=lr, weight_decay=0.0, clip_grad=1.0),
-        "loss": LossSpec(),
-        "dtype": dtype,
-        "device": torch.device(device),
-        "seed": 1,
-    }
-    if backend == "megatron":
-        from gkd.actor.megatron.layout import ParallelLayout
-        from gkd.actor.megatron.student import MegatronStudent
-
-        return MegatronStudent(folder, ParallelLayout(tp=1, pp=1, world_size=1, rank=0), **settings, **more)
-    from gkd.actor.fsdp.student import FsdpStudent
-
-    return FsdpStudent(folder, **settings, **more)
+    optim = OptimSpec(lr=lr, weight_decay=0.0, clip_grad=1.0)
+    return build_student(backend, folder, 0, 1, optim=optim, dtype=dtype, device=torch.device(device), **more)
 
 
 class PlainStep:

@@ -18,9 +18,8 @@ import numpy as np
 import ray
 import torch
 
-from gkd.actor.inputs import ChunkInputs
 from gkd.config.schema import Config
-from gkd.data.scatter import select
+from gkd.data.scatter import ChunkInputs, select
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.engine import PassMeter, RolloutEngine

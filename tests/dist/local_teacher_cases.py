@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from gkd.config.load import load_config
-from gkd.config.loss_spec import LossSpec
 from gkd.data.scatter import map_selected
 from tests.device import host, rank_device
 from tests.dist.frozen_cases import CUT, frozen_weights, sequences
 from tests.dist.helpers import caught
-from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, VOCAB, WEIGHT_DECAY
+from tests.dist.megatron_reference import VOCAB
+from tests.dist.student_cases import build_student
 
 SETTINGS = {
     "both": ("teacher.topk=8", "distill.losses=[{name: k1}, {name: jsd}]"),
@@ -28,22 +27,9 @@ INDICES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
 
 def teach(rank: int, root: Path) -> dict[str, Any]:
     """Runs in a rank of two: return all results of the tests."""
-    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.frozen.rank_models import LocalTeacher
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
 
-    layout = ParallelLayout(tp=1, pp=2, world_size=2, rank=rank)
-    student = MegatronStudent(
-        root / "qwen3",
-        layout,
-        optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
-        loss=LossSpec(),
-        signals=("hidden",),
-        dtype=torch.float32,
-        device=rank_device(),
-        seed=1,
-    )
+    student = build_student("megatron", root / "qwen3", rank, 2, pp=2, signals=("hidden",))
 
     def teacher(*overrides: str, folder: str = "qwen3_other") -> LocalTeacher:
         local = ("teacher.backend=local", f"teacher.path={root / folder}", "model.dtype=float32")

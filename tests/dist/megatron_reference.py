@@ -5,7 +5,7 @@ Written independently of `gkd.loss` and `gkd.actor`: dense log-softmax, autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,17 @@ def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None)
         if step == 0:
             reference.weights_after_one = by_file_name(model, lambda p: p)
     return reference
+
+
+def save_references(
+    root: Path, kinds: Iterable[str], n_steps: int, *, n_layers: int = 2, n_batches: int | None = None
+) -> Path:
+    """Save the model and the reference run of each kind in `root`, as KIND and KIND.pt; return `root`."""
+    torch.set_num_threads(1)
+    for kind in sorted(set(kinds)):
+        make_hf_folder(root / kind, kind, n_layers=n_layers)
+        torch.save(train_reference(root / kind, n_steps, n_batches=n_batches), root / f"{kind}.pt")
+    return root
 
 
 def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_masters: bool = True) -> list[float]:

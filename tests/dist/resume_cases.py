@@ -67,24 +67,16 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
     from megatron.core import parallel_state
 
     from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-    from gkd.config.loss_spec import LossSpec
+    from tests.dist.student_cases import build_student
 
     world_size, tp, pp, vpp, cp, sequence_parallel = LAYOUTS[case.layout]
     if parallel_state.model_parallel_is_initialized():
         destroy_groups()
-    return MegatronStudent(
-        root / case.kind,
-        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, vpp=vpp, cp=cp),
-        optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6),
-        loss=LossSpec(),
-        dtype=case.dtype,
-        device=rank_device(),
-        seed=3,
-        sequence_parallel=sequence_parallel,
-        lora=LORA if case.lora else None,
-    )
+    optim = OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6)
+    ranks = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "sequence_parallel": sequence_parallel}
+    lora = LORA if case.lora else None
+    folder = root / case.kind
+    return build_student("megatron", folder, rank, world_size, optim=optim, dtype=case.dtype, lora=lora, **ranks)
 
 
 def train(student: Any, first: int, last: int) -> list[Any]:

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.common.shard_writer import write
 from gkd.config.load import load_config
-from gkd.config.loss_spec import LossSpec
 from tests.device import host, rank_device
 from tests.dist.frozen_cases import frozen_weights
 from tests.dist.helpers import caught
-from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
+from tests.dist.student_cases import build_student
 
 STEP = 3  # of the checkpoint; not a multiple of the interval
 EMA = ("teacher.update_interval=2", "teacher.update_ema=0.75", "teacher.signal=hidden")
@@ -32,21 +29,12 @@ class Pair:
 
     def __init__(self, root: Path, rank: int, world_size: int, kind: str, overrides: tuple[str, ...]) -> None:
         from gkd.actor.frozen.rank_models import FrozenModels
-        from gkd.actor.fsdp.student import FsdpStudent
 
         self.rank = rank
         local = ("teacher.backend=local", f"teacher.path={root / kind}_other", "model.dtype=float32")
         reference = ("distill.reference_kl_weight=1", f"reference.path={root / kind}_other", "model.path=unused")
         config = load_config(None, [*local, *overrides, *reference])
-        self.student = FsdpStudent(
-            root / kind,
-            optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
-            loss=LossSpec(),
-            signals=("hidden",),
-            dtype=torch.float32,
-            device=rank_device(),
-            seed=1,
-        )
+        self.student = build_student("fsdp2", root / kind, rank, world_size, signals=("hidden",))
         self.models = FrozenModels(config, self.student, rank_device(), f"rank {rank}")
         self.models.init_teacher()
         self.models.init_reference()

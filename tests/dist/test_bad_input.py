@@ -19,6 +19,7 @@ from teacher_server.wire.table import TopKTable
 from tests.device import rank_device
 from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
+from tests.dist.student_cases import build_student
 
 SPEC = LossSpec((LossTerm("forward_kl"), LossTerm("k2", 0.5)))
 SIGNALS = teacher_signals(SPEC, "topk")
@@ -71,23 +72,18 @@ def _with_nan(share: Share, table: str) -> Share:
 def _layout(rank: int, root: Path, name: str) -> dict[str, Any]:
     """Runs in a rank: a good step, bad ones, a good step; compare with a student that only makes the good ones."""
     from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
 
     tp, pp = LAYOUTS[name]
-    layout = ParallelLayout(tp=tp, pp=pp, world_size=2, rank=rank)
     # With a changing learning rate and moments, the weights depend on anything that a bad step has changed.
     optim = OptimSpec(lr=1e-3, schedule="cosine", total_steps=4)
-
-    def build() -> MegatronStudent:
-        loss = {"loss": SPEC, "signals": SIGNALS}
-        return MegatronStudent(root, layout, optim=optim, dtype=torch.float32, device=rank_device(), seed=1, **loss)  # type: ignore[arg-type]
+    settings = {"tp": tp, "pp": pp, "optim": optim, "loss": SPEC, "signals": SIGNALS}
+    undisturbed, student = (build_student("megatron", root, rank, 2, **settings) for _ in range(2))
+    layout = student.layout
 
     def share(step: int) -> Share:
         rollouts, scores = _sequences(step)
         return rollouts[layout.dp_rank :: layout.dp], scores[layout.dp_rank :: layout.dp]
 
-    undisturbed, student = build(), build()
     good = [_step(undisturbed, share(step), rank) for step in range(2)]
     stats = [_step(student, share(0), rank)]
     errors = {}

@@ -24,6 +24,7 @@ from gkd.hf.model_folder import ModelFolder
 from gkd.memory.footprint.actor import itemsize, layer_bytes, megatron_stages
 from gkd.types import MicroBatch
 from tests.dist.helpers import run_ranks
+from tests.dist.student_cases import build_student
 
 DEPTHS = (2, 4)
 N_PROMPT, N_RESPONSE, N_SEQUENCES = 40, 88, 2  # 256 tokens
@@ -182,31 +183,20 @@ def _measure(rank: int, world_size: int, root: Path) -> list[float]:
 def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     from megatron.core import parallel_state
 
-    from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.config.loss_spec import LossSpec
     from gkd.data.batching import make_micro_batches
     from tests.bench.student_case import random_sequences
 
     rollouts, scores = random_sequences([(N_PROMPT, N_RESPONSE)] * N_SEQUENCES, np.random.default_rng(3), 256, 4)
     batches = make_micro_batches(rollouts, scores, micro_batch_size=N_SEQUENCES, packed=case.packed)
+    is_fsdp = case.backend == "fsdp2"
     settings: dict[str, Any] = {
-        "optim": OptimSpec(),
-        "loss": LossSpec(),
         "dtype": getattr(torch, case.dtype),
         "device": torch.device("cpu"),
-        "seed": 1,
         "recompute": case.recompute,
+        "lora": LoraConfig(rank=1) if case.lora else None,  # what their outputs take is not predicted
+        **({"packing": case.packed} if is_fsdp else {"sequence_parallel": case.sequence_parallel}),
     }
-    lora = LoraConfig(rank=1) if case.lora else None  # what their outputs take is not predicted
-    if case.backend == "fsdp2":
-        from gkd.actor.fsdp.student import FsdpStudent
-
-        return saved_bytes(FsdpStudent(folder, packing=case.packed, cp=case.cp, lora=lora, **settings), batches[0])
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-
-    layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank, cp=case.cp)
-    student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, lora=lora, **settings)
+    student = build_student(case.backend, folder, rank, world_size, tp=case.tp, cp=case.cp, **settings)
     try:
         return saved_bytes(student, batches[0])
     finally:
@@ -260,25 +250,12 @@ def _held(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int, i
     """Runs in a rank: (parameters, numbers in the gradient buffers, numbers that the optimizer updates), by layout."""
     from megatron.core import parallel_state
 
-    from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-    from gkd.config.loss_spec import LossSpec
-
     found = {}
     for name, (overrides, kind) in LAYOUTS.items():
         actor = (config := _config(overrides)).actor
-        layout = ParallelLayout(actor.tp, actor.pp, world_size, rank, vpp=actor.vpp, ep=actor.ep)
-        student = MegatronStudent(
-            root / f"{kind}4",
-            layout,
-            optim=OptimSpec(),
-            loss=LossSpec(),
-            dtype=getattr(torch, config.model.dtype),
-            device=torch.device("cpu"),
-            seed=1,
-            lora=actor.lora,
-        )
+        settings = {"device": torch.device("cpu"), "dtype": getattr(torch, config.model.dtype), "lora": actor.lora}
+        ranks = {"tp": actor.tp, "pp": actor.pp, "vpp": actor.vpp, "ep": actor.ep}
+        student = build_student("megatron", root / f"{kind}4", rank, world_size, **settings, **ranks)
         params = sum(param.numel() for chunk in student.model.chunks for param in chunk.parameters())
         buffers = [b for ddp in student._ddps for b in [*ddp.buffers, *ddp.expert_parallel_buffers]]
         optimizers: list[Any] = student._optimizer.chained_optimizers

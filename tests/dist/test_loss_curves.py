@@ -20,22 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.types import MicroBatch
-from tests.device import rank_device
 from tests.dist.helpers import destroy_groups, run_ranks
-from tests.dist.megatron_reference import (
-    BETAS,
-    CLIP,
-    EPS,
-    LR,
-    WEIGHT_DECAY,
-    Reference,
-    make_hf_folder,
-    make_micro_batches,
-    pack,
-    train_bf16_reference,
-    train_reference,
-)
-from tests.dist.student_cases import grads_of, step_in_parts
+from tests.dist.megatron_reference import Reference, make_micro_batches, pack, save_references, train_bf16_reference
+from tests.dist.student_cases import build_student, grads_of, step_in_parts
 
 pytestmark = pytest.mark.dist
 N_STEPS = 20
@@ -114,26 +101,22 @@ def _world(rank: int, world_size: int, root: Path, names: list[str], n_steps: in
 
 
 def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
-    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron import layer_spec, pipeline
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-    from gkd.config.loss_spec import LossSpec
 
-    layout = ParallelLayout(tp=case.tp, pp=case.pp, world_size=case.world_size, rank=rank, vpp=case.vpp)
-    student = MegatronStudent(
+    student = build_student(
+        "megatron",
         root / case.kind,
-        layout,
-        optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
-        loss=LossSpec(),
+        rank,
+        case.world_size,
+        tp=case.tp,
+        pp=case.pp,
+        vpp=case.vpp,
         dtype=case.dtype,
-        device=rank_device(),
-        seed=1,
         fused_lm_head=case.fused,
         recompute=case.recompute,
         sequence_parallel=case.sequence_parallel,
     )
-    mine = partial(_mine, case=case, layout=layout)
+    mine = partial(_mine, case=case, layout=student.layout)
     reference: Reference = torch.load(root / f"{case.kind}.pt", weights_only=False)
     if case.saved:
         student.save_hf(root / f"saved_{case.kind}", root / case.kind)
@@ -184,14 +167,6 @@ def _mean_per_micro_batch(right: Any) -> Any:
     return wrong
 
 
-def _references(root: Path, n_steps: int, kinds: set[str]) -> None:
-    """Make a folder with one model and one reference run per kind."""
-    torch.set_num_threads(1)
-    for kind in sorted(kinds):
-        make_hf_folder(root / kind, kind, n_layers=N_LAYERS)
-        torch.save(train_reference(root / kind, n_steps, n_batches=N_BATCHES), root / f"{kind}.pt")
-
-
 def _run(root: Path, names: list[str], n_steps: int, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
     """Return the measurements of all ranks by case; one spawn per world size."""
     measured: dict[str, list[dict[str, Any]]] = {}
@@ -226,7 +201,8 @@ def _max_diff(losses: list[float], expected: list[float]) -> float:
 
 def test_short_curves(tmp_path: Path) -> None:
     """Fails if packing, sequence parallelism, selective recompute or the interleaved pipeline changes a gradient."""
-    _references(tmp_path, N_STEPS_SHORT, {case.kind for case in SHORT.values()})
+    kinds = (case.kind for case in SHORT.values())
+    save_references(tmp_path, kinds, N_STEPS_SHORT, n_layers=N_LAYERS, n_batches=N_BATCHES)
     for name, ranks in _run(tmp_path, list(SHORT), N_STEPS_SHORT, timeout_s=200.0).items():
         _check_float32(tmp_path, name, ranks)
     saved, original = (load_file(tmp_path / name / "model.safetensors") for name in ("saved_qwen2_tied", "qwen2_tied"))
@@ -237,7 +213,8 @@ def test_short_curves(tmp_path: Path) -> None:
 def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     """Return the folder of the references and the measurements of every case."""
     root = tmp_path_factory.mktemp("curves")
-    _references(root, N_STEPS, {case.kind for case in CASES.values()})
+    kinds = (case.kind for case in CASES.values())
+    save_references(root, kinds, N_STEPS, n_layers=N_LAYERS, n_batches=N_BATCHES)
     return root, _run(root, list(CASES), N_STEPS, timeout_s=1500.0)
 
 

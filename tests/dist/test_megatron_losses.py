@@ -24,7 +24,7 @@ from tests.device import rank_device
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches, read_model
-from tests.dist.student_cases import as_numpy, grads_of
+from tests.dist.student_cases import as_numpy, build_student, grads_of
 
 pytestmark = pytest.mark.dist
 KINDS = ("qwen3", "qwen2_tied")
@@ -82,25 +82,13 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
     """Return, in a rank, (loss, gradients) by (layout, kind, signal)."""
     from megatron.core import parallel_state
 
-    from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-
     measured: dict[tuple[str, str, str], Any] = {}
     for name in names:
         _, tp, pp = LAYOUTS[name]
         for kind in KINDS:
             for signal in SIGNALS:
-                student = MegatronStudent(
-                    root / kind,
-                    ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank),
-                    optim=OptimSpec(lr=1e-3),
-                    loss=SPEC,
-                    dtype=torch.float32,
-                    device=rank_device(),
-                    seed=1,
-                    signals=teacher_signals(SPEC, signal),
-                )
+                settings = {"loss": SPEC, "signals": teacher_signals(SPEC, signal)}
+                student = build_student("megatron", root / kind, rank, world_size, tp=tp, pp=pp, **settings)
                 # The smallest setting covers the whole batch here; a few rows per chunk give several chunks.
                 student.loss.chunk_bytes = 5 * VOCAB * 4
                 if signal == "hidden":

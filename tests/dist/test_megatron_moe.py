@@ -12,26 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device import rank_device
 from tests.dist.helpers import run_ranks
-from tests.dist.megatron_reference import (
-    BETAS,
-    CLIP,
-    EPS,
-    LR,
-    MOE_KINDS,
-    WEIGHT_DECAY,
-    Reference,
-    make_hf_folder,
-    make_micro_batches,
-    pack,
-    train_reference,
+from tests.dist.megatron_reference import MOE_KINDS, save_references
+from tests.dist.parity_cases import (
+    N_STEPS,
+    check_forward,
+    check_gradients,
+    check_training,
+    measure,
+    reference_of,
+    share_of,
 )
 from tests.dist.resume_cases import exported, save
 from tests.dist.resume_cases import weights as digests
-from tests.dist.student_cases import grads_of, step_in_parts, weights
+from tests.dist.student_cases import build_student
 
-N_STEPS = 5
 WORLD = 2
 # name -> (tp, pp, ep, kinds of models), all of two processes
 LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
@@ -60,12 +55,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with one HF model and one reference run per kind."""
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("moe")
-    for kind in {kind for _, kind in CASES}:
-        make_hf_folder(root / kind, kind)
-        torch.save(train_reference(root / kind, N_STEPS), root / f"{kind}.pt")
-    return root
+    return save_references(tmp_path_factory.mktemp("moe"), (kind for _, kind in CASES), N_STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -81,76 +71,19 @@ def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, dict[str, 
     return measured
 
 
-def _student(
-    rank: int, folder: Path, name: str, *, world_size: int = WORLD, dtype: torch.dtype = torch.float32, **options: Any
-) -> Any:
+def _student(rank: int, folder: Path, name: str, *, world_size: int = WORLD, **options: Any) -> Any:
     """Build a student in layout `name`; replaces the Megatron groups of the previous one."""
     from megatron.core import parallel_state
-
-    from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-    from gkd.config.loss_spec import LossSpec
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     tp, pp, ep, _ = (LAYOUTS | LARGER_LAYOUTS)[name]
     options.setdefault("sequence_parallel", tp > 1 and name != "tp2")
-    return MegatronStudent(
-        folder,
-        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, ep=ep),
-        optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
-        loss=LossSpec(),
-        dtype=dtype,
-        device=rank_device(),
-        seed=1,
-        **options,
-    )
+    return build_student("megatron", folder, rank, world_size, tp=tp, pp=pp, ep=ep, **options)
 
 
 def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> dict[str, Any]:
-    """Return the differences from the reference."""
-    from safetensors.torch import load_file
-
-    from tests.dist.megatron_logits import logits_of
-
-    reference: Reference = torch.load(root / f"{kind}.pt", weights_only=False)
-    student = _student(rank, root / kind, name, world_size=world_size)
-    layout, groups = student.layout, student.model.groups
-    result: dict[str, Any] = {
-        "coordinates": (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank),
-        "megatron_coordinates": tuple(group.rank() for group in (groups.tp, groups.pp, groups.dp, groups.ep)),
-    }
-    logits = logits_of(student, reference.probe)
-    result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
-    original = load_file(root / kind / "model.safetensors")
-    exported = weights(student) if layout.exports else {}
-    result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
-    result["names"], result["expected_names"] = sorted(exported), sorted(original)
-    grads = grads_of(student, _mine(layout, 0))
-    result["grad_diff"] = max(_max_diff(grad, reference.grads[name]) for name, grad in grads.items())
-    stats = [student.train_step(_mine(layout, 0))]
-    after_one = weights(student).items()
-    result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in after_one)
-    stats += [student.train_step(_mine(layout, step)) for step in range(1, N_STEPS - 1)]
-    stats.append(step_in_parts(student, _mine(layout, N_STEPS - 1)))
-    result["losses"] = [s.loss for s in stats]
-    result["grad_norms"] = [s.grad_norm for s in stats]
-    own = _mine(layout, 0)
-    # Without padding, the experts process the same tokens in other batches.
-    packed = student.evaluate([pack(batch) for batch in own]).loss
-    result["packed_diff"] = abs(packed - student.evaluate(own).loss)
-    return result
-
-
-def _mine(layout: Any, step: int) -> list[Any]:
-    """Return three micro-batches for DP rank 0 and one for DP rank 1; with experts, ranks must run equally many."""
-    batches = make_micro_batches(step)
-    if layout.dp == 1:
-        return batches
-    if layout.dp_rank == 0:
-        return batches[:3]
-    return batches[3:] if layout.dp_rank == 1 else []
+    return measure(_student(rank, root / kind, name, world_size=world_size), root / kind)
 
 
 def _resume(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -160,28 +93,23 @@ def _resume(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     student = _student(rank, folder, names[0])
     student.save_hf(folder / "saved", folder)
     for step in range(2):
-        student.train_step(_mine(student.layout, step))
+        student.train_step(share_of(student.layout, step))
     save(student, folder / "checkpoint")
     dist.barrier()  # before the files of the other ranks are read
     untrained = {name: own for name, own in digests(student).items() if name.endswith("correction_bias")}
     assert digests(student).items() - untrained.items() <= exported(folder / "checkpoint", folder).items()
-    expected = student.train_step(_mine(student.layout, 2))
+    expected = student.train_step(share_of(student.layout, 2))
     for name in names:
         resumed = _student(rank, folder, name, recompute="full")
         resumed.load_checkpoint(folder / "checkpoint")
-        got = resumed.train_step(_mine(resumed.layout, 2))
+        got = resumed.train_step(share_of(resumed.layout, 2))
         result["same" if name == names[0] else name] = (
             abs(got.loss - expected.loss),
             abs(got.grad_norm - expected.grad_norm),
         )
     bf16 = _student(rank, folder, names[0], dtype=torch.bfloat16)
-    result["bf16_losses"] = [bf16.train_step(_mine(bf16.layout, step)).loss for step in range(3)]
+    result["bf16_losses"] = [bf16.train_step(share_of(bf16.layout, step)).loss for step in range(3)]
     return result
-
-
-def _max_diff(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape, (a.shape, b.shape)
-    return float((a.cpu() - b.cpu()).abs().max())
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
@@ -194,11 +122,11 @@ class TestParity:
 
     def test_gradients(self, results: Any, references: Path, layout: str, kind: str) -> None:
         """Fails if an expert's or the router's gradient is reduced over the wrong ranks, or scaled twice."""
-        check_gradients([rank[layout, kind] for rank in results], references, kind)
+        check_gradients([rank[layout, kind] for rank in results], references / kind)
 
     def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
         """Fails if the clipping norm omits experts, or their optimizer differs from plain AdamW."""
-        check_training([rank[layout, kind] for rank in results], references, kind)
+        check_training([rank[layout, kind] for rank in results], references / kind)
 
 
 @pytest.mark.slow
@@ -208,32 +136,8 @@ def test_larger_layouts(references: Path, layout: str) -> None:
     kind = "qwen3_moe_mixed"
     ranks = run_ranks(_measure, LARGER_LAYOUTS[layout][-1], references, layout, kind, timeout_s=250.0)
     check_forward(ranks)
-    check_gradients(ranks, references, kind)
-    check_training(ranks, references, kind)
-
-
-def check_forward(ranks: list[dict[str, Any]]) -> None:
-    assert max(r["logits_diff"] for r in ranks) <= 1e-4
-    assert all(r["round_trip"] for r in ranks)
-    assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
-    assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
-
-
-def check_gradients(ranks: list[dict[str, Any]], references: Path, kind: str) -> None:
-    reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
-    experts = sorted(float(g.abs().max()) for name, g in reference.grads.items() if ".experts." in name)
-    assert kind not in MOE_KINDS or experts[len(experts) // 3] > 1e-3  # otherwise 1e-5 is not a test
-    assert max(r["grad_diff"] for r in ranks) <= 1e-5
-
-
-def check_training(ranks: list[dict[str, Any]], references: Path, kind: str) -> None:
-    reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
-    assert min(reference.grad_norms) > CLIP  # every step is clipped
-    for r in ranks:
-        assert r["weight_diff"] <= 1e-5
-        assert r["losses"] == pytest.approx(reference.losses, abs=1e-5)
-        assert r["grad_norms"] == pytest.approx(reference.grad_norms, abs=1e-4)
-        assert r["packed_diff"] <= 1e-6
+    check_gradients(ranks, references / kind)
+    check_training(ranks, references / kind)
 
 
 @pytest.mark.parametrize("kind", [RESUMED[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in RESUMED[1:])])
@@ -241,14 +145,13 @@ def test_checkpoints_and_folders(results: Any, references: Path, kind: str) -> N
     """Fails if a checkpoint (resharded or not) or a saved folder drops or swaps experts or their optimizer state."""
     from safetensors.torch import load_file
 
-    reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
     is_first = kind == RESUMED[0]
     ranks = [rank["resume"] for rank in results] if is_first else run_ranks(_resume, WORLD, references / kind)
     for resumed in ranks:
         losses = resumed.pop("bf16_losses")
         assert resumed.pop("same") == (0.0, 0.0)  # recomputation is bit-exact
         assert max(max(differences) for differences in resumed.values()) <= 1e-5
-        assert losses == pytest.approx(reference.losses[:3], rel=0.02)
+        assert losses == pytest.approx(reference_of(references / kind).losses[:3], rel=0.02)
     folder = references / kind
     saved, original = (load_file(each / "model.safetensors") for each in (folder / "saved", folder))
     assert saved.keys() == original.keys()

@@ -91,9 +91,7 @@ def test_wait_that_ends_just_before_the_deadline(left_s: float, named: bool) -> 
     assert ("trainer.init_timeout_s" in str(raised.value)) == named
 
 
-def test_error_names_the_setting_and_the_late_ranks(
-    hung: tuple[RankTimeout, HangReport, list[str], list[str]],
-) -> None:
+def test_error_names_the_setting_and_the_late_ranks(hung: tuple[RankTimeout, HangReport, list[str], list[str]]) -> None:
     """Fails if a hanging start does not end, or its error lacks the time-out or the ranks."""
     text = str(hung[0])
     assert "trainer.init_timeout_s = 4" in text

@@ -15,7 +15,7 @@ import torch
 
 from gkd.types import MicroBatch
 from tests.dist.helpers import Measured, caught, run_ranks
-from tests.dist.megatron_reference import VOCAB, Reference, make_hf_folder, make_micro_batches, train_reference
+from tests.dist.megatron_reference import VOCAB, Reference, make_micro_batches, save_references
 from tests.dist.student_cases import (
     as_numpy,
     build_student,
@@ -36,12 +36,9 @@ TEACHER_HIDDEN = 8
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("contract")
+    root = save_references(tmp_path_factory.mktemp("contract"), KINDS.values(), N_STEPS)
     for kind in KINDS.values():
-        make_hf_folder(root / kind, kind)
         _pad(root / kind, root / f"{kind}_padded")
-        torch.save(train_reference(root / kind, N_STEPS), root / f"{kind}.pt")
     return root
 
 

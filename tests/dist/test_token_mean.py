@@ -25,11 +25,11 @@ from gkd.data.collate import route_counts, sequence_weights
 from gkd.data.scatter import even_groups
 from gkd.types import Rollout, TeacherScores, VersionSpan
 from teacher_server.wire.table import TopKTable
-from tests.device import host, rank_device
+from tests.device import host
 from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
-from tests.dist.student_cases import as_numpy, grads_of
+from tests.dist.student_cases import as_numpy, build_student, grads_of
 
 SPEC = LossSpec((LossTerm("forward_kl", 0.7), LossTerm("k2", 0.5), LossTerm("sft", 0.3)))
 LENGTHS = [(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]  # (prompt, response) tokens
@@ -155,26 +155,13 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
     """
     from megatron.core import parallel_state
 
-    from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-
     rollouts, scores = _scored_batch()
     measured = {}
     for name, (tp, pp, dp) in LAYOUTS.items():
-        layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank)
         for fused in (True, False):
-            student = MegatronStudent(
-                root,
-                layout,
-                optim=OptimSpec(lr=1e-3),
-                loss=SPEC,
-                dtype=torch.float32,
-                device=rank_device(),
-                seed=1,
-                signals=teacher_signals(SPEC, "topk"),
-                fused_lm_head=fused,
-            )
+            settings = {"loss": SPEC, "signals": teacher_signals(SPEC, "topk"), "fused_lm_head": fused}
+            student = build_student("megatron", root, rank, world_size, tp=tp, pp=pp, **settings)
+            layout = student.layout
             for (number, shares), (size, packed) in product(enumerate(SHARES[dp]), BATCHES):
                 mine = [rollouts[i] for i in shares[layout.dp_rank]]
                 own = [scores[i] for i in shares[layout.dp_rank]] if layout.is_last_stage else None

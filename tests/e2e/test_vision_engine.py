@@ -96,10 +96,7 @@ def _probe(folder: Path, later: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["llava", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
-)
+@pytest.mark.parametrize("kind", ["llava", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_an_engine_computes_images_as_transformers(tmp_path: Path, kind: str) -> None:
     """Fails if the engine sees no, other or old features, expands ids again, or samples the place of an image."""
     if why := missing(kind):

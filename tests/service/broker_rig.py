@@ -22,14 +22,7 @@ from teacher_server.wire.protocol import (
     requests,
 )
 from teacher_server.wire.status import decode_status
-from teacher_server.wire.worker_protocol import (
-    Assignment,
-    Done,
-    Part,
-    WorkerHello,
-    from_worker,
-    to_worker,
-)
+from teacher_server.wire.worker_protocol import Assignment, Done, Part, WorkerHello, from_worker, to_worker
 from tests.service.messages import make_hello, make_request, make_tokens
 
 TIMEOUT_MS = 5000

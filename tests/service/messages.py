@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 
 from teacher_server.wire.payload import pack_topk
-from teacher_server.wire.protocol import (
-    ID_BYTES,
-    ScoreReply,
-    ScoreRequest,
-    as_frame,
-    checksum,
-    token_digest,
-)
+from teacher_server.wire.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, checksum, token_digest
 from teacher_server.wire.status import ServerStatus
 from teacher_server.wire.table import TopKTable
 from teacher_server.wire.worker_protocol import WorkerHello

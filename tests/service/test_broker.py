@@ -32,11 +32,7 @@ from teacher_server.wire.protocol import (
     as_frame,
     token_digest,
 )
-from teacher_server.wire.worker_protocol import (
-    Dismiss,
-    JobCancel,
-    JobReceived,
-)
+from teacher_server.wire.worker_protocol import Dismiss, JobCancel, JobReceived
 from tests.processes import wait_until
 from tests.service.broker_rig import OPEN, Rig, ScriptedWorker, rows_message
 from tests.service.messages import H, V, make_hello, make_reply, make_request, make_scores, make_tokens

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from teacher_server.broker.metrics import BrokerMetrics
+from teacher_server.broker.request_queue import RequestQueue
+from teacher_server.broker.status_board import StatusBoard
+from teacher_server.broker.teachers import Teachers
 from teacher_server.config.schema import HTTP_OPTIONS, N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
 from teacher_server.config.settings import flag_of
 from teacher_server.wire.protocol import ClientMessage
@@ -58,6 +60,6 @@ def test_every_setting_message_and_metric_is_on_the_page() -> None:
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{tag}` |"))
         assert all(f"`{field}`" in row for field in fields), (tag, fields)
     registry = CollectorRegistry()
-    BrokerMetrics(registry)
+    StatusBoard(b"", RequestQueue(b"", 0), Teachers({}), registry)
     for metric in registry.collect():
         assert f"`{metric.name.removeprefix('teacher_server_')}" in PAGE, metric.name

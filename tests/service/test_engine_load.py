@@ -22,15 +22,7 @@ from teacher_server.errors import ServerError
 from tests.model_families import save_family
 from tests.model_parts import enter_vllm
 from tests.processes import is_alive, wait_until
-from tests.service.engine_host import (
-    Ask,
-    engine_settings,
-    hosted,
-    local,
-    mixed_batch,
-    plain_logits,
-    save_engine_model,
-)
+from tests.service.engine_host import Ask, engine_settings, hosted, local, mixed_batch, plain_logits, save_engine_model
 from tests.service.harness import TRIVIAL, trivial_model
 from tests.service.test_engine_contract import TOLERANCE, check_topk
 

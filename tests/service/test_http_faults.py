@@ -26,6 +26,7 @@ from gkd.preflight.teacher import request_info
 from gkd.scoring.teacher.http_forms import Asked, request_of, scores_of
 from gkd.scoring.teacher.info import Probe
 from gkd.types import Rollout
+from teacher_server.client.generate import AnswerSettings, NamedPrompt
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import save_model
 from tests.processes import wait_until
@@ -200,6 +201,33 @@ def test_no_malformed_reply_is_accepted(dialect: str) -> None:
                     unnamed.append(str(error))
     assert not accepted and not unnamed
     assert len(faults) > 250 and set(faults.values()) == set(FAULTS)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_only_answers_that_were_asked_for_are_accepted(dialect: str) -> None:
+    """Fails if an answer has another prompt, seed or settings, or lacks ids, an end, or what the student can write."""
+    sent: list[Any] = []
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path in ("/v1/models", "/health"):
+            return good(path, request)
+        params = request.get("sampling_params", request)
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids")
+        assert [params[name] for name in names] == [0.7, 0.9, -1, 0, 1, [3, 5]]
+        prompt = request.get("input_ids") or request["prompt"]
+        ids = sent[0] if sent else [*prompt, params.get("sampling_seed", params.get("seed")), 3]
+        reply = {"output_ids": ids} if dialect == "sglang" else {"choices": [{"index": 0, "token_ids": ids}]}
+        return 200, json.dumps(reply).encode()
+
+    how = AnswerSettings(2, 0.7, 0.9, 4, N_VOCAB, (3, 5))
+    prompts = [NamedPrompt(f"row {i}", np.array([8, 9 + i], np.int32), 20 + 4 * i) for i in range(3)]
+    with ScriptedHttp(script) as server, http_teacher(server.url, dialect=dialect) as teacher:
+        answers = [answer.tolist() for answer in teacher.generate(prompts, how).result(30)]
+        assert answers == [[8, 9 + i, 20 + 4 * i + sample, 3] for i in range(3) for sample in range(2)]
+        for wrong in (None, [], ["9"] * 4, [9, 9], [9, 3, 9, 9], [9] * 5, [N_VOCAB] * 4, [-1] * 4, [2**40] * 4):
+            sent[:] = [wrong]
+            with pytest.raises(TeacherError, match="row 1, answer [01]"):
+                teacher.generate(prompts[1:2], how).result(30)
 
 
 def test_failures_that_pass_are_sent_again() -> None:

@@ -10,14 +10,7 @@ import pytest
 from gkd.errors import TeacherError, TeacherRefusal
 from teacher_server.wire.protocol import ScoreReply, ScoreRequest, as_frame, checksum, replies
 from tests.service.conftest import TRIVIAL_VOCAB
-from tests.service.harness import (
-    ServerProcess,
-    connect,
-    own_turns,
-    random_rollouts,
-    submit,
-    table_of,
-)
+from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts, submit, table_of
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, client, valid_reply
 from tests.service.trivial_engine import trivial_sampled

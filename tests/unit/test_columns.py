@@ -1,4 +1,4 @@
-"""Chunks of rollouts and scores cross processes by column, see `gkd.data.codec`."""
+"""Chunks of rollouts and scores cross processes by column, see `gkd.data.chunks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.data.codec import ColumnList
+from gkd.data.chunks import ColumnList
 from gkd.types import Rollout, TeacherScores, VersionSpan
 from teacher_server.wire.table import TopKTable
 

@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gkd.console.numbers import short
-from gkd.console.panel import panel
 from gkd.console.state import MAX_LINE, PREFIX, RunState, loss_fields, step_line
+from gkd.console.terminal import panel
 from gkd.spans import Phase, SpanRecorder
 from gkd.types import TeacherHealth
 from tests.unit.console_runs import Clock, line, run

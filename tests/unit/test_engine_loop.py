@@ -15,10 +15,9 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.data.chunks import decode_sizes
-from gkd.data.codec import encode_prompts
 from gkd.errors import ClusterError, DataError, WeightSyncError
 from gkd.rollout.engine.loop import Coalescer, EngineLoop
-from gkd.rollout.messages import Job, Sampling
+from gkd.rollout.messages import Job, Sampling, encode_prompts
 from gkd.rollout.vllm.sampling import Request
 from gkd.types import Prompt, Rollout, VersionSpan
 from tests.processes import wait_until

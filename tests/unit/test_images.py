@@ -27,10 +27,10 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.codec import encode_prompts
 from gkd.data.images import ImageReader
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.row_files import decode_row
+from gkd.rollout.messages import encode_prompts
 from gkd.types import Prompt
 from teacher_server.vision.images import EncodedImage, ImageError, check_image, decode, image_size
 from teacher_server.vision.processor import ImageProcessor

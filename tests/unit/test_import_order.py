@@ -40,7 +40,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "omegaconf": ("gkd/config/load.py", "teacher_server/config/load.py"),
     "triton": ("gkd/loss/triton_rows.py",),
     "fla": ("teacher_server/engines/gpu_kernels.py",),
-    "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
+    "prometheus_client": ("teacher_server/broker/", "teacher_server/cli/serve.py"),
     "rich": ("gkd/console/",),
     "starlette": ("teacher_server/http/",),
     "uvicorn": ("teacher_server/http/",),

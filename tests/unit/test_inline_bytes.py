@@ -10,8 +10,7 @@ import pytest
 from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
-from gkd.data.chunks import CHUNK_SIZE, chunk_sizes, encode_sizes, part_of
-from gkd.data.codec import ColumnList
+from gkd.data.chunks import CHUNK_SIZE, ColumnList, chunk_sizes, encode_sizes, part_of
 from gkd.scoring.group_endpoint import ScoreSummary, summary_of
 from gkd.start.pools import inline_bytes
 from gkd.types import PendingScores, Rollout, ScoreTimes, TeacherScores

@@ -14,18 +14,7 @@ from gkd.errors import DataError, NumericsError
 from gkd.loss import row_kernels
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.vocab_parallel import VocabShard
-from tests.unit.loss_cases import (
-    KERNELS,
-    SHARD,
-    V_PADDED,
-    K,
-    N,
-    V,
-    logprobs_of,
-    normal,
-    topk_of_mass,
-    topk_targets,
-)
+from tests.unit.loss_cases import KERNELS, SHARD, V_PADDED, K, N, V, logprobs_of, normal, topk_of_mass, topk_targets
 
 
 def _logits(dtype: torch.dtype = torch.float64) -> Tensor:

@@ -10,14 +10,7 @@ from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from tests.unit.loss_cases import (
-    SHARD,
-    TAILS,
-    logprobs_of,
-    normal,
-    topk_of_mass,
-    topk_targets,
-)
+from tests.unit.loss_cases import SHARD, TAILS, logprobs_of, normal, topk_of_mass, topk_targets
 
 MASSES = (0.3, 0.7, 0.999)
 TEMPERATURES = (0.7, 1.0, 2.0)

@@ -15,12 +15,7 @@ from gkd.loss.reference import kl
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from tests.unit.loss_cases import (
-    KERNELS,
-    distill_loss,
-    logprobs_of,
-    normal,
-)
+from tests.unit.loss_cases import KERNELS, distill_loss, logprobs_of, normal
 
 V, V_PADDED, T = 5, 7, 0.7
 SHARD = VocabShard(0, V, None)

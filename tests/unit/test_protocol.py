@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
-from teacher_server.wire.protocol import (
-    ProtocolError,
-    ScoreRequest,
-    replies,
-    requests,
-    token_digest,
-)
+from teacher_server.wire.protocol import ProtocolError, ScoreRequest, replies, requests, token_digest
 from teacher_server.wire.worker_protocol import Done, WorkerHello, from_worker
 from tests.service.messages import make_reply, make_request, make_tokens
 

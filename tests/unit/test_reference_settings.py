@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from gkd.actor.inputs import ChunkInputs
-from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
-from gkd.data.scatter import scatter_to_groups
+from gkd.data.scatter import ChunkInputs, scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import read_dims
 from gkd.memory.footprint.estimate import HOST_PARTS
@@ -158,9 +156,8 @@ def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:
     of list for another one, or if Ray does not see a handle.
     """
     chunk = ScoredChunk(chunk_of(range(2), ref="rollouts"), "scores", None, 0, reference="logprobs")
-    layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank) for rank in range(2)]
     (parts,) = scatter_to_groups([chunk, chunk], 1)
-    first, last = (ChunkInputs.of_parts(parts, layout) for layout in layouts)
+    first, last = (ChunkInputs.of_parts(parts, is_last_stage=is_last) for is_last in (False, True))
     assert (first.rollouts, first.scores, first.reference) == (["rollouts"] * 2, [], [])
     assert (last.rollouts, last.scores, last.reference) == (["rollouts"] * 2, ["scores"] * 2, ["logprobs"] * 2)
     assert [ChunkInputs.of_args(*inputs.to_args()) for inputs in (first, last)] == [first, last]
@@ -168,7 +165,7 @@ def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:
         "handles are arguments themselves"
     )
     (parts,) = scatter_to_groups([replace(chunk, reference=None)], 1)
-    assert ChunkInputs.of_parts(parts, layouts[1]).to_args()[1:] == ["rollouts", "scores"]
+    assert ChunkInputs.of_parts(parts, is_last_stage=True).to_args()[1:] == ["rollouts", "scores"]
 
 
 @dataclass

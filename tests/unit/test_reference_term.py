@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gkd.actor.common.step import BatchSums, diagnostics
-from gkd.actor.inputs import ChunkInputs
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.data.batching import check_batch, make_micro_batches
+from gkd.data.scatter import ChunkInputs
 from gkd.errors import DataError, TeacherError
 from gkd.types import Rollout, TeacherScores, TokenTargets
 from teacher_server.wire.protocol import Signal

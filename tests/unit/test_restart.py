@@ -12,14 +12,7 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.errors import (
-    ClusterError,
-    GkdError,
-    OutOfMemory,
-    RankFailed,
-    RankTimeout,
-    TeacherUnavailable,
-)
+from gkd.errors import ClusterError, GkdError, OutOfMemory, RankFailed, RankTimeout, TeacherUnavailable
 from gkd.run import interrupts
 from gkd.run.failure_policy import may_start_again
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.actor.inputs import ChunkInputs
-from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm
@@ -19,7 +17,7 @@ from gkd.config.schema_teacher import NORMALIZATIONS, RESPONSE_WEIGHTS, DistillC
 from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.chunks import chunk_sizes
 from gkd.data.collate import route_counts, sequence_weights
-from gkd.data.scatter import scatter_to_groups, select, with_numbers
+from gkd.data.scatter import ChunkInputs, scatter_to_groups, select, with_numbers
 from gkd.errors import DataError
 from gkd.metrics.step import reward_numbers
 from gkd.scoring.judged import advantages_of, response_factors
@@ -65,13 +63,12 @@ def test_a_run_with_weight_0_trains_as_one_without_rewards() -> None:
     reported = check_config(load_config(None, [*base, "reward.functions=[{path: length}]"]))
     trained = check_config(load_config(None, [*base, "reward.functions=[{path: length}]", "distill.reward_weight=1"]))
     assert plain.loss == reported.loss != trained.loss
-    layout = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
     batch = [chunk([0, 1], [3.0, 4.0])]
     (parts,) = scatter_to_groups(batch, 1)
-    assert not ChunkInputs.of_parts(parts, layout).numbers
+    assert not ChunkInputs.of_parts(parts, is_last_stage=True).numbers
     with_them = of_batch(batch, DistillConfig(advantage="none"), [1.0], 2)
     (parts,) = scatter_to_groups(with_them, 1)
-    (found,) = ChunkInputs.of_args(*ChunkInputs.of_parts(parts, layout).to_args()).numbers
+    (found,) = ChunkInputs.of_args(*ChunkInputs.of_parts(parts, is_last_stage=True).to_args()).numbers
     assert np.frombuffer(found, "<f4").tolist() == [3.0, 1.0, 4.0, 1.0]
 
 

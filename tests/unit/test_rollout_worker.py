@@ -12,11 +12,10 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.data.chunks import dataset_chunks, decode_sizes, distinct_4grams, encode_sizes
-from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
 from gkd.memory.usage import GIB
 from gkd.rollout.engine.worker import RolloutWorker
-from gkd.rollout.messages import Sampling
+from gkd.rollout.messages import Sampling, decode_prompts, encode_prompts
 from gkd.rollout.vllm.sampling import sequence_seed
 from gkd.types import FINISH_REASONS, EngineUsage, Prompt, Rollout, RolloutChunk, VersionSpan
 from tests.unit.local_ray import worker_of

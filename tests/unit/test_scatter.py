@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.data.chunks import chunk_sizes, part_of
 from gkd.data.scatter import (
     TOLERANCE,
+    ChunkInputs,
     _Group,
     even_groups,
     gather_results,
@@ -59,7 +59,7 @@ def test_only_ranks_that_compute_the_loss_get_scores(
     layouts = [ParallelLayout(tp=tp, pp=pp, world_size=2 * tp * pp, rank=rank) for rank in range(2 * tp * pp)]
     chunks, stored = [c for c, _ in batch], {c.rollouts.ref: rollouts for c, rollouts in batch}
     groups = scatter_to_groups(chunks, 2)
-    of_ranks = [ChunkInputs.of_parts(groups[layout.dp_rank], layout) for layout in layouts]
+    of_ranks = [ChunkInputs.of_parts(groups[layout.dp_rank], is_last_stage=layout.is_last_stage) for layout in layouts]
     trained: dict[int, list[int]] = {}
     for layout, inputs in zip(layouts, of_ranks, strict=True):
         refs: list[Any] = list(inputs.rollouts)
@@ -100,10 +100,7 @@ def test_a_chunk_without_a_selected_sequence_is_refused() -> None:
 
 
 @settings(max_examples=100)
-@given(
-    st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=16), min_size=1, max_size=8),
-    st.integers(1, 9),
-)
+@given(st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=16), min_size=1, max_size=8), st.integers(1, 9))
 def test_every_sequence_is_computed_once_and_comes_back_in_order(lengths: list[list[int]], n_ranks: int) -> None:
     """Fails if a sequence is scored twice or never, ranks are uneven, or a result reaches another sequence."""
     ranks = scatter_to_ranks([sizes_of(each) for each in lengths], n_ranks)
@@ -186,10 +183,7 @@ def totals(lengths: Lengths, groups: list[np.ndarray]) -> list[int]:
 
 
 @settings(max_examples=150)
-@given(
-    st.lists(st.lists(st.integers(1, 200), max_size=9), min_size=1, max_size=6),
-    st.randoms(use_true_random=False),
-)
+@given(st.lists(st.lists(st.integers(1, 200), max_size=9), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_balance_keeps_every_sequence_once_and_never_makes_it_worse(lengths: Lengths, random) -> None:  # type: ignore[no-untyped-def]
     """Fails if a sequence is lost or trained twice, a step gets slower, a group idles, or arrival order decides."""
     samples, sizes = tables(lengths)

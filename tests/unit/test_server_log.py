@@ -15,7 +15,10 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
+from teacher_server.broker.metrics import serve_metrics
+from teacher_server.broker.request_queue import RequestQueue
+from teacher_server.broker.status_board import StatusBoard
+from teacher_server.broker.teachers import Teachers
 from teacher_server.cli.admin import status_table
 from teacher_server.errors import ServerError
 from teacher_server.log import JsonLines
@@ -120,13 +123,6 @@ def test_a_worker_cannot_control_the_terminal() -> None:
     assert "\x1b" not in status_table("tcp://here:1", make_status())
 
 
-class Snapshots:
-    """The part of the broker that the endpoint reads."""
-
-    def snapshot(self) -> ServerStatus:
-        return make_status()
-
-
 def scrape(port: int) -> dict[tuple[str, ...], float]:
     """Return {(name, label values sorted by label...): value}."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
@@ -141,15 +137,15 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
 def test_a_scrape_reads_counts_times_and_gauges() -> None:
     """Fails if a metric is missing, or has the labels of another worker or teacher."""
     registry = CollectorRegistry()
-    metrics = BrokerMetrics(registry)
+    board = StatusBoard(b"", RequestQueue(b"", 0), Teachers({}), registry)
     for _ in range(3):
-        metrics.completed("math", "topk", 100, 0.02, 2.0)
-    metrics.completed("math", "head", 0, 0.5, 0.0)
-    metrics.refused("busy")
-    metrics.retried(2)
-    metrics.lost_worker()
-    metrics.excluded()
-    server = serve_metrics("127.0.0.1", 0, Snapshots(), registry)
+        board.completed("math", "topk", 100, 0.02, 2.0)
+    board.completed("math", "head", 0, 0.5, 0.0)
+    board.refused("busy")
+    board.retried(2)
+    board.lost_worker()
+    board.excluded("w0.1", "it sent bad data")
+    server = serve_metrics("127.0.0.1", 0, make_status, registry)
     try:
         read = scrape(server.port)
     finally:
@@ -171,9 +167,9 @@ def test_a_scrape_reads_counts_times_and_gauges() -> None:
 def test_the_port_is_free_again_after_stop_and_taken_is_an_error() -> None:
     """Fails if the port stays bound after `stop`, or a taken port is not an error."""
     registry = CollectorRegistry()
-    server = serve_metrics("127.0.0.1", 0, Snapshots(), registry)
+    server = serve_metrics("127.0.0.1", 0, make_status, registry)
     with pytest.raises(ServerError, match="--metrics-port"):
-        serve_metrics("127.0.0.1", server.port, Snapshots(), CollectorRegistry())
+        serve_metrics("127.0.0.1", server.port, make_status, CollectorRegistry())
     server.stop()
     with socket.create_server(("127.0.0.1", server.port), reuse_port=False):
         pass

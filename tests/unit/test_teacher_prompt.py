@@ -19,12 +19,12 @@ from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import RouteConfig, TeacherConfig
 from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.chunks import dataset_chunks
-from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.data.collate import route_counts
 from gkd.data.prompts import RowReader, RowRoutes, load_prompts
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
+from gkd.rollout.messages import decode_prompts, encode_prompts
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint

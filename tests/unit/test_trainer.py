@@ -17,7 +17,7 @@ import pytest
 from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.metrics.writer import read_metrics
-from gkd.pipeline.source import generate_and_score
+from gkd.pipeline.batches import generate_and_score
 from gkd.spans import described, driver
 from gkd.types import RolloutChunk
 from tests.metric_keys import unlisted_keys

@@ -231,13 +231,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2.5": Family(
         _loop(_QWEN, _ANSWER, _HEAD.replace("DEFAULT", "Help.")), ("<|im_end|>", "<|endoftext|>"), _IM, _RESPONSE
     ),
-    "qwen3": Family(
-        _QWEN3,
-        ("<|im_end|>", "<|endoftext|>"),
-        _IM,
-        _RESPONSE,
-        changes={"thinking": USER, "white": BOTH},
-    ),
+    "qwen3": Family(_QWEN3, ("<|im_end|>", "<|endoftext|>"), _IM, _RESPONSE, changes={"thinking": USER, "white": BOTH}),
     "qwen3_no_think": Family(
         _QWEN3,
         ("<|im_end|>",),

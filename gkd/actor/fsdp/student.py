@@ -31,14 +31,7 @@ from gkd.actor.fsdp.attention import check_columns
 from gkd.actor.fsdp.compiled import compile_layers
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, freeze_vision, frozen_vision, layer_list, reshard, shard
-from gkd.actor.fsdp.optim import (
-    build_adamw,
-    global_grad_norm,
-    host_threads,
-    local_grads,
-    scale_grads,
-    threads_per_rank,
-)
+from gkd.actor.fsdp.optim import build_adamw, global_grad_norm, host_threads, local_grads, scale_grads, threads_per_rank
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import FilePart, Place, flat_rows, full_tensor, load_weights, match_files

@@ -25,11 +25,10 @@ import numpy as np
 from gkd.cluster.calls import answers, fetch, gather
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_size, decode_sizes, linger_s, part_of, reserve_size
-from gkd.data.codec import encode_prompts
 from gkd.errors import ClusterError, GkdError, RankFailed
 from gkd.log import get_logger
 from gkd.rollout.driver.recovery import Engines
-from gkd.rollout.messages import Job, Sampling
+from gkd.rollout.messages import Job, Sampling, encode_prompts
 from gkd.types import Prompt, RolloutChunk
 
 log = get_logger("rollout_stream")

@@ -15,8 +15,7 @@ import ray
 
 from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
-from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
-from gkd.data.codec import ColumnList
+from gkd.data.chunks import CHUNK_SIZE, ColumnList, dataset_chunks
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.memory.usage import merge

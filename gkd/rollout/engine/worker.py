@@ -20,8 +20,7 @@ from gkd.cluster.startup import WATCH, sort_visible_gpus, this_placement
 from gkd.config.schema import Config
 from gkd.data.answers import as_text, greedy_sample
 from gkd.data.chat_delta import ChatDelta
-from gkd.data.chunks import chunk_sizes, encode_sizes
-from gkd.data.codec import ColumnList, decode_prompts
+from gkd.data.chunks import ColumnList, chunk_sizes, encode_sizes
 from gkd.data.prompts import load_tokenizer
 from gkd.data.scatter import map_selected
 from gkd.environment.calls import written_calls
@@ -34,7 +33,7 @@ from gkd.memory.offload_manager import GIB
 from gkd.memory.oom import diagnosed
 from gkd.memory.remedies import advice
 from gkd.rollout.engine.loop import Coalescer, EngineLoop
-from gkd.rollout.messages import Job, Pulse, Sampling
+from gkd.rollout.messages import Job, Pulse, Sampling, decode_prompts
 from gkd.rollout.vllm.engine import RolloutEngine
 from gkd.rollout.vllm.self_scoring import self_scores
 from gkd.rollout.vllm.sleep_state import STATES, WEIGHTS, tags_of

@@ -18,7 +18,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import PROMPT_FUNCTION, RESPONSE_WEIGHT
-from gkd.data.codec import ColumnList
+from gkd.data.chunks import ColumnList
 from gkd.data.prompts import RowReader, load_tokenizer
 from gkd.data.row_files import RowTable, decode_row
 from gkd.data.template import Tools

@@ -146,11 +146,7 @@ class ZmqTeacher:
         return self._client.submit(MatrixCall(message, shape, partial(_rows_of, signal), dtype))
 
     def generate(self, prompts: Sequence[NamedPrompt], settings: AnswerSettings) -> Future[list[np.ndarray]]:
-        """Let the teacher write answers: [R] int32 each, those of one prompt after the other. Blocks as `submit`.
-
-        Raises TeacherError: a value exceeds the limits of the protocol. The future raises TeacherRefusal, too, if the
-        server's engine writes no answers.
-        """
+        """See `Teacher.generate`; blocks as `submit`."""
         teacher = self._settings.teacher
         return self._client.submit(GenerateCall(prompts, settings, teacher=teacher, resend_s=self._settings.resend_s))
 

@@ -29,9 +29,10 @@ import numpy as np
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.score_checks import check_own
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
-from gkd.scoring.teacher.http_forms import Asked, model_of, request_of, scores_of, tokens_of
+from gkd.scoring.teacher.http_forms import Asked, answer_of, answer_request, model_of, request_of, scores_of, tokens_of
 from gkd.scoring.teacher.info import Probe, TeacherArgs, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
+from teacher_server.client.generate import AnswerSettings, NamedPrompt
 from teacher_server.client.outage import OutageClock
 from teacher_server.wire.protocol import MAX_ID, Signal
 
@@ -141,7 +142,14 @@ class HttpTeacher:
             top_ids = sent.top_ids if topk else None
             k = self._k if topk else 0
             asked.append(Asked(name, tokens, len(sent.prompt_ids), k, "sampled" in signals, top_ids, sent.own))
-        return self._start(self._score(asked))
+        return self._start(self._each([partial(self._score_one, one) for one in asked]))
+
+    def generate(self, prompts: Sequence[NamedPrompt], settings: AnswerSettings) -> Future[list[np.ndarray]]:
+        """See `Teacher.generate`. Each answer is a request; SGLang uses its seed only if it runs deterministically."""
+        if not self._model:
+            self.info()
+        answers = [(prompt, sample) for prompt in prompts for sample in range(settings.n)]
+        return self._start(self._each([partial(self._answer_one, *answer, settings) for answer in answers]))
 
     def lm_head(self) -> np.ndarray:
         """Raise TeacherError: an HTTP server does not send its weights."""
@@ -255,8 +263,8 @@ class HttpTeacher:
             "start the server, or raise teacher.request_timeout_s if sequences take longer"
         )
 
-    async def _score(self, asked: Sequence[Asked]) -> list[TeacherScores]:
-        tasks = [asyncio.ensure_future(self._score_one(request)) for request in asked]
+    async def _each(self, requests: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+        tasks = [asyncio.ensure_future(request()) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -268,6 +276,13 @@ class HttpTeacher:
             path, body = request_of(self._teacher.dialect, self._model, asked)
             read = partial(scores_of, self._teacher.dialect, asked=asked, n_vocab=self._n_vocab)
             return await self._request(asked.name, "POST", path, body, read)
+
+    async def _answer_one(self, prompt: NamedPrompt, sample: int, settings: AnswerSettings) -> np.ndarray:
+        async with self._window:
+            dialect = self._teacher.dialect
+            path, body = answer_request(dialect, self._model, prompt.ids.tolist(), prompt.seed + sample, settings)
+            read = partial(answer_of, dialect, how=settings)
+            return await self._request(f"{prompt.name}, answer {sample}", "POST", path, body, read)
 
     async def _request(self, name: str, method: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
         """Send a request until it is answered or refused."""
@@ -282,7 +297,7 @@ class HttpTeacher:
             if status == 200:
                 try:
                     result = read(content)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise TeacherRefusal(f"{name}: {url}{path}: {error}", "bad_request") from error
                 self._clock.progressed()
                 return result

@@ -1,4 +1,4 @@
-"""Requests and replies of HTTP teachers: one sequence as JSON, in the dialects of vLLM and SGLang.
+"""Requests and replies of HTTP teachers: one sequence or answer as JSON, in the dialects of vLLM and SGLang.
 
 A reply must list each token of its sequence at its position, and K entries for each response token. Everything else is
 refused, so that no row is trained on at a wrong place. These servers send rows of all response tokens; those of own
@@ -12,16 +12,20 @@ from __future__ import annotations
 import base64
 import io
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from gkd.errors import TeacherError
 from gkd.types import TeacherScores
+from teacher_server.client.generate import AnswerSettings
+from teacher_server.wire.answers import check_end
+from teacher_server.wire.protocol import MAX_ID, ProtocolError
 from teacher_server.wire.table import Rows, TopKTable, check_logprobs, check_topk
 
 _FLOOR = -9999.0  # vLLM writes it for minus infinity and NaN, which JSON does not have
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]]
 _SAME = 1e-3  # nats between the two places at which SGLang lists the logprob of one token
 
 
@@ -81,6 +85,18 @@ class _SGLangReply(msgspec.Struct):
     meta_info: _Meta
 
 
+class _Written(msgspec.Struct):
+    token_ids: _Ids
+
+
+class _VllmAnswer(msgspec.Struct):
+    choices: tuple[_Written]
+
+
+class _SGLangAnswer(msgspec.Struct):
+    output_ids: _Ids
+
+
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
@@ -137,6 +153,36 @@ def scores_of(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> TeacherS
     if asked.with_sampled:
         check_logprobs(rows, sampled)
     return TeacherScores(table, sampled if asked.with_sampled else None)
+
+
+def answer_request(dialect: str, model: str, ids: list[int], seed: int, how: AnswerSettings) -> tuple[str, bytes]:
+    """Return the path and the body of the request for an answer; servers have defaults for what it does not say."""
+    params: dict[str, Any] = {"temperature": how.temperature, "top_p": how.top_p, "top_k": -1, "min_p": 0.0}
+    params |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    params["stop_token_ids"] = list(how.stop_ids)
+    if dialect == "sglang":  # its ignore_eos would ignore the stop ids, too; some versions take seeds of 31 bits
+        params |= {"max_new_tokens": how.max_tokens, "sampling_seed": seed % (1 << 31), "no_stop_trim": True}
+        return "/generate", msgspec.json.encode({"input_ids": ids, "sampling_params": params})
+    params |= {"max_tokens": how.max_tokens, "seed": seed, "ignore_eos": True, "return_token_ids": True}
+    return "/v1/completions", msgspec.json.encode({"model": model, "prompt": ids, **params})
+
+
+def answer_of(dialect: str, body: bytes, how: AnswerSettings) -> np.ndarray:
+    """Return the ids of the answer in a reply, [R] int32. Raises ValueError: it lacks them or is another one."""
+    if dialect == "sglang":
+        ids = msgspec.json.decode(body, type=_SGLangAnswer).output_ids
+    else:
+        ids = msgspec.json.decode(body, type=_VllmAnswer).choices[0].token_ids
+    answer = np.array(ids, np.int32)
+    try:
+        check_end(answer, how.max_tokens, how.stop_ids)
+    except ProtocolError as error:
+        fix = f"if the teacher ends answers with {ids[-1:]}, add it to rollout.stop_token_ids"
+        raise ValueError(f"{error}. Fix: {fix}") from error
+    if max(ids) >= how.n_vocab:
+        problem = f"the teacher wrote the id {max(ids)}, and the student has {how.n_vocab}"
+        raise ValueError(f"{problem}. Fix: use gkd teacher --engine vllm, which masks the others")
+    return answer
 
 
 def model_of(body: bytes, name: str) -> tuple[str, int | None]:

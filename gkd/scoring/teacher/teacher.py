@@ -1,9 +1,9 @@
-"""Ask a teacher for its description, scores of sequences and its LM head, and learn whether it is alive.
+"""Ask a teacher for its description, scores of sequences, answers and its LM head, and learn whether it is alive.
 
     ZmqTeacher     a model of the teacher server                       gkd.scoring.teacher.client
     HttpTeacher    a model of a vLLM or SGLang server                  gkd.scoring.teacher.http_client
 
-Scoring endpoints, and the checks before a start know this interface alone, and get a
+Scoring endpoints, `gkd generate` and the checks before a start know this interface alone, and get a
 teacher from `open_teacher`. Teachers in a pool of the run (`TeacherBackend.pool`) answer no requests: their processes
 score a whole batch in one call (`gkd.actor.frozen.pools.LocalScoring`).
 """
@@ -21,6 +21,7 @@ from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.info import Probe, TeacherArgs, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.client.client import OnScored
+from teacher_server.client.generate import AnswerSettings, NamedPrompt
 from teacher_server.wire.protocol import Signal
 
 
@@ -47,6 +48,14 @@ class Teacher(Protocol):
                 with `lm_head` is the logits, not yet divided by the temperature), or "logits" (divided by the
                 temperature; the maximum of each row is 0). Shapes and dtypes: see `TeacherScores`.
             mass: list only as many of the top-k entries as needed to reach this probability; 0 = all k.
+        """
+        ...
+
+    def generate(self, prompts: Sequence[NamedPrompt], settings: AnswerSettings) -> Future[list[np.ndarray]]:
+        """Let the teacher write answers: the ids of each, [R] int32, those of one prompt after the other.
+
+        Raises TeacherError: a value exceeds the limits of the protocol. The future raises it, too, if the teacher
+        writes no answers.
         """
         ...
 

@@ -42,7 +42,8 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
     keys = list(dict.fromkeys(key for run in runs for key in run.curves))
     sections = chart_sections(keys)
     stacked = {key for s in sections for chart in s["charts"] if chart["stacked"] for key in chart["keys"]}
-    n_points = points_per_curve(sum(len(run.curves) for run in runs))
+    n_curves = sum(len(run.curves) for run in runs)
+    n_points = min(max(ALL_POINTS // max(n_curves, 1), MIN_POINTS), MAX_POINTS)  # at most, of a curve
     losses = {trained_loss(run) for run in runs}
     data = {
         "runs": [
@@ -69,7 +70,7 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
         headline=headline.headline(runs),
         differences=differences(runs) if len(runs) > 1 else [],
         losses_differ=len(losses) > 1,
-        kl_differs=len({measured_kl(run) for run in runs}) > 1,
+        kl_differs=len({_values(run, _KL) for run in runs}) > 1,
         sections=sections,
         n_points=n_points,
         rules=samples,
@@ -147,11 +148,6 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
     if isinstance(tree, dict) and tree:
         return [row for key, value in tree.items() for row in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
     return [(prefix, tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False))]
-
-
-def points_per_curve(n_curves: int) -> int:
-    """Return the largest number of points of a curve on a page with `n_curves` curves."""
-    return min(max(ALL_POINTS // max(n_curves, 1), MIN_POINTS), MAX_POINTS)
 
 
 def extremes(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
@@ -349,7 +345,7 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-# What the KL of an evaluation is measured with.
+# What makes values of eval/kl incomparable.
 _KL = (
     *("teacher.signal", "teacher.topk", "teacher.mass", "teacher.temperature", "teacher.tokenizer"),
     *("distill.tail", "distill.support", "distill.units"),
@@ -359,11 +355,6 @@ _KL = (
 def trained_loss(run: Run) -> str:
     """Return what makes values of loss/total incomparable."""
     return _values(run, [name for name in all_keys() if name.startswith("distill.") or name in _KL])
-
-
-def measured_kl(run: Run) -> str:
-    """Return what makes values of eval/kl incomparable."""
-    return _values(run, _KL)
 
 
 def _values(run: Run, names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.errors import ConfigError
+from gkd.run.open import SAME_PROBE, largest_difference
 
 OPTION = "--out"
 
@@ -39,8 +40,9 @@ class AnswerFile:
         if self._progress.exists():
             stored = json.loads(self._progress.read_text())
             for name, value in self._settings.items():
-                if stored["settings"].get(name) != value:
-                    problem = f"its answers were made with {name} = {stored['settings'].get(name)!r}, not {value!r}."
+                before = stored["settings"].get(name)
+                if not _is_same(before, value):
+                    problem = f"its answers were made with {name} = {before!r}, not {value!r}."
                     raise ConfigError(OPTION, str(file), problem, other)
             self.n_prompts = stored["prompts"]
             n_bytes = stored["bytes"]
@@ -70,3 +72,10 @@ class AnswerFile:
         new = self._progress.with_name(f"{self._progress.name}.new")
         new.write_text(json.dumps(written, indent=1) + "\n")
         os.replace(new, self._progress)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Return whether a setting is the same; a list has the logprobs of a probe, which may differ a little."""
+    if isinstance(before, list) and isinstance(now, list):
+        return largest_difference(before, now) <= SAME_PROBE
+    return bool(before == now)

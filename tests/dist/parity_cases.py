@@ -1,0 +1,131 @@
+"""Measure a Megatron student in any layout, in its ranks, and compare it with the reference of plain HF + AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gkd.types import MicroBatch
+from tests.device import rank_device
+from tests.dist.megatron_reference import CLIP, Reference, make_micro_batches, pack
+from tests.dist.student_cases import grads_of, step_in_parts, weights
+
+N_STEPS = 5
+
+
+def measure(student: Any, folder: Path) -> dict[str, Any]:
+    """Return the differences of a new student of `folder` from `folder`.pt, the model and N_STEPS of its reference."""
+    reference = reference_of(folder)
+    layout, groups = student.layout, student.model.groups
+    result: dict[str, Any] = {
+        "coordinates": (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank),
+        "megatron_coordinates": tuple(group.rank() for group in (groups.tp, groups.pp, groups.dp, groups.ep)),
+    }
+    logits = _logits_of(student, reference.probe)
+    result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
+    original = load_file(folder / "model.safetensors")
+    exported = weights(student) if layout.exports else {}
+    result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
+    result["names"], result["expected_names"] = sorted(exported), sorted(original)
+    own = share_of(layout, 0)
+    grads = grads_of(student, own)
+    result["grad_diff"] = max(_max_diff(grad, reference.grads[name]) for name, grad in grads.items())
+    result["grad_names"] = sorted(grads)
+    result["eval_loss"] = student.evaluate(own).loss
+    stats = [student.train_step(own)]
+    after_one = weights(student).items()
+    result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in after_one)
+    stats += [student.train_step(share_of(layout, step)) for step in range(1, N_STEPS - 1)]
+    stats.append(step_in_parts(student, share_of(layout, N_STEPS - 1)))
+    result["losses"] = [s.loss for s in stats]
+    result["grad_norms"] = [s.grad_norm for s in stats]
+    result["n_tokens"] = [s.n_loss_tokens for s in stats]
+    result["teacher_mass"] = stats[0].extra["loss/teacher_topk_mass"]
+    # Without padding, experts process the same tokens in other batches.
+    packed = student.evaluate([pack(batch) for batch in own]).loss
+    result["packed_diff"] = abs(packed - student.evaluate(own).loss)
+    return result
+
+
+def share_of(layout: Any, step: int) -> list[MicroBatch]:
+    """Return three micro-batches for DP rank 0 and one for DP rank 1: unequal counts on purpose.
+
+    With experts, ranks must run equally many.
+    """
+    batches = make_micro_batches(step)
+    if layout.dp == 1:
+        return batches
+    if layout.dp_rank == 0:
+        return batches[:3]
+    return batches[3:] if layout.dp_rank == 1 else []
+
+
+def reference_of(folder: Path) -> Reference:
+    reference: Reference = torch.load(folder.with_name(f"{folder.name}.pt"), weights_only=False)
+    return reference
+
+
+def check_forward(ranks: list[dict[str, Any]]) -> None:
+    assert max(r["logits_diff"] for r in ranks) <= 1e-4
+    assert all(r["round_trip"] for r in ranks)
+    assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
+    assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
+
+
+def check_gradients(ranks: list[dict[str, Any]], folder: Path) -> None:
+    grads = reference_of(folder).grads
+    experts = sorted(float(g.abs().max()) for name, g in grads.items() if ".experts." in name)
+    # Otherwise 1e-5 is not a test.
+    assert max(float(g.abs().max()) for g in grads.values()) > 0.01
+    assert not experts or experts[len(experts) // 3] > 1e-3
+    assert max(r["grad_diff"] for r in ranks) <= 1e-5
+    assert sorted({name for r in ranks for name in r["grad_names"]}) == sorted(grads)
+
+
+def check_training(ranks: list[dict[str, Any]], folder: Path) -> None:
+    reference = reference_of(folder)
+    assert min(reference.grad_norms) > CLIP  # every step is clipped
+    assert ranks[0]["teacher_mass"] < 0.95  # the distributions are truncated
+    for r in ranks:
+        assert r["weight_diff"] <= 1e-5
+        assert r["losses"] == pytest.approx(reference.losses, abs=1e-5)
+        assert r["grad_norms"] == pytest.approx(reference.grad_norms, abs=1e-4)
+        assert r["eval_loss"] == pytest.approx(r["losses"][0], abs=1e-6)
+        assert r["packed_diff"] <= 1e-6
+        assert r["losses"] == ranks[0]["losses"] and r["n_tokens"] == ranks[0]["n_tokens"]
+
+
+@torch.no_grad()
+def _logits_of(student: Any, tokens: Tensor) -> Tensor | None:
+    """Return [B, S, V] float32 logits of [B, S] `tokens` on the last stage, None on the others. Collective."""
+    from gkd.actor.common.step import empty_micro_batch
+    from gkd.actor.megatron.pipeline import _schedule
+
+    model, batch = student.model, empty_micro_batch()
+    batch.tokens = tokens.to(rank_device())
+
+    def forward_step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, None]:
+        step_tokens = next(batches).tokens
+        columns, rows = (torch.arange(n, device=rank_device()) for n in (step_tokens.shape[1], step_tokens.numel()))
+        return module(step_tokens, columns.expand_as(step_tokens), rows), None
+
+    shapes = [tokens.shape]
+    outputs = _schedule(student._ddps, model, [batch], shapes, forward_step, forward_only=True)
+    if not model.layout.is_last_stage:
+        return None
+    shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]
+    dist.all_gather(shards, outputs[0].contiguous(), group=model.groups.tp)
+    logits = torch.cat(shards, dim=-1)[:, : model.dims.vocab_size]
+    return logits.view(*tokens.shape, -1).float()
+
+
+def _max_diff(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float((a.cpu() - b.cpu()).abs().max())
