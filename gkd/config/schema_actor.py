@@ -115,9 +115,9 @@ class ActorConfig:
     sequence_parallel: bool = key(False, resume=True)
     """Split activations between tensor-parallel regions along the sequence; needs actor.tp > 1."""
     layers: str = key("auto", choices=("auto", "torch", "te"), resume=True)
-    """megatron: modules of the layers. auto = Megatron's own, on cuda with SwiGLU and the rotary embedding compiled
-    to one kernel each (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which
-    must be installed."""
+    """megatron: modules of the layers. auto = Megatron's own, on cuda with SwiGLU, and norms and rotation of queries
+    and keys, compiled (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which must
+    be installed."""
     compile: str = key("off", choices=("off", "auto", "on"), resume=True)
     """fsdp2: compile each layer with torch.compile, which needs a C compiler. auto = on cuda, and uncompiled if that
     fails at the start; on = also on cpu, and a failure ends the run. docs/student.md."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from gkd.actor.fsdp import compiled
@@ -155,3 +156,29 @@ def test_what_is_compiled_is_decided_at_the_start(tmp_path: Path) -> None:
     assert len(found["warnings"]) == 1
     assert "recompile" in found["warnings"][0].lower()
     assert found["loss"] > 0
+
+
+def _fail_on_one_rank(rank: int, world_size: int, folder: Path) -> tuple[list[str], float]:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError(f"no compiler for {type(graph).__name__}")
+
+    compiled._LENGTHS = compiled._LENGTHS[:1]
+    student = build_student("fsdp2", folder, rank, world_size)
+    reasons = list[str]()
+    compiled.log.warning = lambda text, *args: reasons.append(text % args)
+    for backend in (fails, aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fails)):
+        torch._dynamo.reset()
+        compiled._BACKEND = backend if rank == 1 else "aot_eager"
+        device = torch.device("cpu")
+        compiled.compile_layers(student.model, must=False, packing=True, dtype=torch.float32, device=device)
+    return reasons, student.train_step(share(_batches(packing=True), rank, world_size)).loss
+
+
+def test_a_rank_that_cannot_compile_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Fails if ranks wait for one whose compiler fails, in a forward pass or its derivative, or compile without it."""
+    save_family(tmp_path, "qwen3", seed=1)
+    (reasons, loss), others = run_ranks(_fail_on_one_rank, 2, tmp_path, timeout_s=240.0)
+    assert len(reasons) == 2
+    assert [reason for reason in reasons if "no compiler" not in reason] == []
+    assert others == (reasons, loss)
+    assert loss > 0

@@ -6,12 +6,15 @@ the rotary embedding with dynamo, without C++ (tests/unit/test_megatron_layers.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gkd.actor.megatron import model as megatron_model
+from gkd.config.schema_actor import LoraConfig
 from tests.device import host
 from tests.dist.helpers import run_ranks
 from tests.dist.hf_models import make_model_folder
@@ -25,17 +28,24 @@ pytestmark = [
 ]
 
 
-def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+LORA = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "k_proj", "down_proj"])
+
+
+def _measure(rank: int, world_size: int, root: Path, kinds: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}
     for fused in (False, True):
         megatron_model.is_fused = lambda layers, device, on=fused: on and layers == "auto"
-        for kind in ("qwen3", "qwen3_moe", "gemma3_text"):
-            student = build_student("megatron", root / kind, rank, world_size)
+        for kind in kinds:
+            student = build_student("megatron", root / kind, rank, world_size, **settings)
             classes = {type(module).__name__ for _, module in student.model.named_modules()}
             assert ("GroupedExperts" in classes) == (fused and kind == "qwen3_moe")
+            assert any(name.startswith("Fused") for name in classes) == fused
             assert student.model.config.bias_activation_fusion == student.model.config.apply_rope_fusion == fused
+            params = dict(student.model.named_params())
+            for adapter in student.model.adapters:  # a product of zeros would have a gradient for B alone
+                torch.nn.init.constant_(params[adapter.b.param], 0.1)
             batches = make_micro_batches(0)
             for how, micro_batches in (("padded", batches), ("packed", [packed(batch) for batch in batches])):
                 logprobs = student.compute_logprobs(micro_batches)
@@ -45,12 +55,25 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     return found
 
 
-def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
+CASES: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "one rank": (1, ("qwen3", "qwen3_moe", "gemma3_text", "smollm3", "ministral3"), {}),
+    "adapters, recomputed": (1, ("qwen3",), {"lora": LORA, "recompute": "full"}),
+    "tensor parallel": (2, ("qwen3",), {"tp": 2, "sequence_parallel": True, "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path, case: str) -> None:
     """Fails if a compiled kernel computes other numbers: a wrong position in a pack, a wrong derivative."""
-    make_hf_folder(tmp_path / "qwen3", "qwen3")
-    make_hf_folder(tmp_path / "gemma3_text", "gemma3_text")
-    make_model_folder(tmp_path / "qwen3_moe", "qwen3_moe")
-    (found,) = run_ranks(_measure, 1, tmp_path, timeout_s=400.0)
+    n_ranks, kinds, settings = CASES[case]
+    for kind in kinds:
+        make = make_model_folder if kind == "qwen3_moe" else make_hf_folder
+        make(tmp_path / kind, kind)
+    for found in run_ranks(_measure, n_ranks, tmp_path, kinds, settings, timeout_s=900.0):
+        _compare(found)
+
+
+def _compare(found: dict[str, Any]) -> None:
     for (kind, how, fused), (logprobs, grads) in found.items():
         if not fused:
             continue

@@ -11,10 +11,11 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd as megatron_rotates
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd as megatron_rotates_packed
 
-from gkd.actor.megatron import model_config, student
+from gkd.actor.megatron import fused, student
+from gkd.actor.megatron.fused import rotate
 from gkd.actor.megatron.layer_spec import GroupedProduct, check_transformer_engine, is_fused
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.model_config import PositionAngles, rotate
+from gkd.actor.megatron.model_config import PositionAngles
 from gkd.actor.rank import build_student
 from gkd.config.load import load_config
 from gkd.start.pools import actor_env
@@ -61,8 +62,8 @@ def test_rotation_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch, packs
     generator, graphs = torch.Generator().manual_seed(0), list[torch.fx.GraphModule]()
     backend: Any = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
     for name in ("_turned", "_turned_back"):
-        plain = inspect.unwrap(getattr(model_config, name))
-        monkeypatch.setattr(model_config, name, torch.compile(plain, dynamic=False, backend=backend))
+        plain = inspect.unwrap(getattr(fused, name))
+        monkeypatch.setattr(fused, name, torch.compile(plain, dynamic=False, backend=backend))
     for grad, n, length in [(True, 3, 6), (False, 1, 4), (True, 1, 8), (False, 3, 2), (True, 5, 12), (True, 7, 8)]:
         lead = (n * length, 1) if packs else (length, n)
         qkv = torch.randn(*lead, 2, 4 * 8, generator=generator, requires_grad=grad)  # a key head has 2 query heads
@@ -76,6 +77,41 @@ def test_rotation_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch, packs
                 mine, theirs = (torch.autograd.grad(out, values, of_attention) for out in (ours, plain))
                 assert torch.equal(*mine, *theirs)
     assert len(graphs) == n_variants <= torch.compiler.config.recompile_limit
+
+
+@pytest.mark.parametrize(
+    ("norms", "adds_one", "n_rotated", "trains"),
+    [(True, False, 8, True), (True, True, 4, False), (True, True, 8, True), (False, False, 8, True)],
+)
+def test_heads_are_split_normalized_and_rotated(
+    monkeypatch: pytest.MonkeyPatch, norms: bool, adds_one: bool, n_rotated: int, trains: bool
+) -> None:
+    """Fails if the traced operation, or its derivative, is not that of the single ones, or if batches compile again."""
+    torch._dynamo.reset()  # the variants of other cases
+    generator, graphs = torch.Generator().manual_seed(0), list[torch.fx.GraphModule]()
+    backend: Any = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+    for name in ("_split_heads", "_split_heads_back"):
+        plain = inspect.unwrap(getattr(fused, name))
+        monkeypatch.setattr(fused, name, torch.compile(plain, dynamic=False, fullgraph=True, backend=backend))
+    weights = [torch.rand(8, generator=generator, requires_grad=trains) if norms else None for _ in range(2)]
+    for lead in ((6, 1), (9, 1), (4, 3), (3, 7)):
+        mixed = torch.randn(*lead, 2, 5 * 8, generator=generator, requires_grad=True)  # a key head has 3 query heads
+        angles = torch.rand(lead[0], 1, 1, n_rotated // 2, generator=generator).repeat(1, 1, 1, 2)
+        ours = fused.split_heads(mixed, angles, tuple(weights), n_queries=3, eps=1e-6, adds_one=adds_one)
+        exact = [mixed.detach().double().requires_grad_()]
+        exact += [weight.detach().double().requires_grad_() for weight in weights if weight is not None]
+        queries, keys, values = exact[0].split([24, 8, 8], dim=-1)
+        plain = [queries.reshape(*lead, 6, 8), keys, values]
+        for i, weight in enumerate(exact[1:]):
+            plain[i] = torch.nn.functional.rms_norm(plain[i], (8,), weight + adds_one, 1e-6)
+        plain[:2] = [megatron_rotates(part, angles.double()) for part in plain[:2]]
+        inputs = [mixed, *(weight for weight in weights if weight is not None and trains)]
+        scales = [torch.randn(part.transpose(0, 2).shape, generator=generator).transpose(0, 2) for part in plain]
+        grads = torch.autograd.grad(ours, inputs, scales)
+        theirs = torch.autograd.grad(plain, exact[: len(inputs)], [scale.double() for scale in scales])
+        for mine, other in zip((*ours, *grads), (*plain, *theirs), strict=True):
+            assert torch.allclose(mine, other.float(), atol=1e-5)
+    assert len(graphs) == 4  # both passes, with one sequence and with several
 
 
 def test_grouped_product_is_that_of_each_expert() -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 
 from gkd.actor.fsdp.attention import Pack, is_recurrent
 from gkd.actor.fsdp.model import LossModel, layer_list, passes_of, reshard
@@ -57,22 +58,30 @@ def compile_layers(root: LossModel, *, must: bool, packing: bool, dtype: torch.d
     why = "" if modules else "no layer has a part without loops that depend on data"
     if root.columns.group is not None:
         why = "ranks exchange columns in the attention (actor.cp)"
+    failures: list[str] = []
+    compiled_forward: list[Any] = []
     if not why:
         plain = _pass(root, packing, device)
         for module in modules:
             options: Any = {"backend": _BACKEND, "recompile_limit": _VARIANTS}
-            module.forward = torch.compile(module.forward, fullgraph=True, dynamic=True, **options)
+            compiled_forward.append(torch.compile(module.forward, fullgraph=True, dynamic=True, **options))
+            module.forward = _or_plain(compiled_forward[-1], module.forward, failures)
         try:
-            why = _difference(_pass(root, packing, device), plain)
-        except Exception as error:  # the compiler, and the model's code in it, may raise anything
-            cause = error.__cause__ or error
-            why = f"{type(cause).__name__}: {shorten(str(cause), 200)}"
+            # Also derivatives are compiled in the forward pass, where a failure of one rank can be made up for. A
+            # backward pass that fails on one rank alone, as of memory, leaves the others in fully_shard's collectives.
+            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+                compiled = _pass(root, packing, device)
+            why = next(iter(failures), "") or _difference(compiled, plain)
+        except Exception as error:  # the code of models may raise anything
+            why = _reason(error)
     reasons: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, why)
     why = next(filter(None, reasons), "")
     if not why:
         seconds = time.monotonic() - start
         n_variants = counters["stats"]["unique_graphs"] - before
+        for module, forward in zip(modules, compiled_forward, strict=True):
+            module.forward = forward
         log.info("layers: %d modules, compiled in %d variants, %.0f s", len(modules), n_variants, seconds)
         return
     for module, forward in zip(modules, plain_forward, strict=True):
@@ -82,6 +91,35 @@ def compile_layers(root: LossModel, *, must: bool, packing: bool, dtype: torch.d
     if must:
         raise ConfigError("actor.compile", "on", f"the layers cannot be compiled: {why}.", "use auto or off.")
     log.warning("layers: not compiled: %s", why)
+
+
+def _or_plain(compiled: Any, plain: Any, failures: list[str]) -> Any:
+    """Return a function that computes `plain` if `compiled` fails, so that its rank joins the collectives that follow.
+
+    After a failure anywhere, only what has run compiled goes on to: recomputation must compute what the forward pass
+    did.
+    """
+    compiled_with = set[bool]()  # gradients
+
+    def forward(*args: Any, **options: Any) -> Any:
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients in compiled_with or not failures:
+            try:
+                output = compiled(*args, **options)
+            except Exception as error:  # the compiler, and the model's code in it, may raise anything
+                failures.append(_reason(error))
+                compiled_with.discard(with_gradients)
+            else:
+                compiled_with.add(with_gradients)
+                return output
+        return plain(*args, **options)
+
+    return forward
+
+
+def _reason(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {shorten(str(cause), 200)}"
 
 
 @contextmanager

@@ -6,4 +6,5 @@ layer_spec.py  modules of a layer, experts            hf_mapping.py     HF tenso
 hf_export.py   shards -> HF tensors                   checkpoint.py     exact resume
 lora.py        adapters of Megatron's layers          optim.py          AdamW
 layout.py      ranks -> (tp, pp, dp, ep)              cpu_shim.py       Megatron without CUDA
+fused.py       compiled operations of a layer
 """

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gkd.actor.common.attention import Scores, causal_attention
+from gkd.actor.megatron.fused import split_heads
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import ModelDims, MoeDims
@@ -70,17 +71,17 @@ def layer_spec(
     Args:
         with_te: use Transformer Engine's modules.
         chunk: index of the chunk on this pipeline stage; None without virtual pipeline stages.
-        fused: compute the experts of a rank together, where torch has such a product.
+        fused: compile what is between the products of an attention, and compute the experts of a rank together, where
+            torch has such a product.
     """
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, normalization="RMSNorm", vp_stage=chunk)
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         mlp = layer.submodules.mlp.submodules
         attention.core_attention = CausalSdpaAttention
-        if dims.scales_queries:
-            layer.submodules.self_attention.module = ScaledQueries
-        if dims.is_gemma:
-            layer.submodules.self_attention.module = LocalAngles
+        kind: Any = ScaledQueries if dims.scales_queries else LocalAngles if dims.is_gemma else SelfAttention
+        splits_fused = fused and not with_te and not dims.post_norm
+        layer.submodules.self_attention.module = _FUSED_ATTENTION[kind] if splits_fused else kind
         if hasattr(mlp, "experts") and dims.moe is not None and dims.moe.groups is not None:
             mlp.router = partial(SigmoidRouter, moe=dims.moe)
         if not with_te:
@@ -252,6 +253,43 @@ class ScaledQueries(SelfAttention):
         """See Megatron's. Scaling before the rotation is the same as after it."""
         query, *key_value = super().get_query_key_value_tensors(*args, **options)
         return query * self._scale.to(query.dtype), *key_value
+
+
+class FusedAttention(SelfAttention):
+    """Megatron's attention, with `split_heads` between its first product and the scores."""
+
+    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Any, **options: Any) -> Any:
+        """See Megatron's."""
+        skips = self.config.no_rope_freq
+        self._angles = None if skips and skips[self.layer_number - 1] else rotary_pos_emb
+        return super().forward(hidden_states, rotary_pos_emb=None, **options)
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """See Megatron's; queries and keys are rotated."""
+        mixed, (n_columns, size, _) = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
+        return split_heads(
+            mixed,
+            self._angles,
+            (getattr(self.q_layernorm, "weight", None), getattr(self.k_layernorm, "weight", None)),
+            n_queries=n_columns // size,
+            eps=self.config.layernorm_epsilon,
+            adds_one=self.config.layernorm_zero_centered_gamma,
+        )
+
+
+class FusedLocalAngles(LocalAngles, FusedAttention):
+    """Both."""
+
+
+class FusedScaledQueries(ScaledQueries, FusedAttention):
+    """Both. Scaling after the rotation is the same as before it."""
+
+
+_FUSED_ATTENTION: dict[Any, Any] = {
+    SelfAttention: FusedAttention,
+    LocalAngles: FusedLocalAngles,
+    ScaledQueries: FusedScaledQueries,
+}
 
 
 def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:

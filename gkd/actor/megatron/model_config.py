@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch._dynamo import maybe_mark_dynamic
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gkd.actor.megatron.fused import install_fused_rope
 from gkd.actor.megatron.layer_spec import expert_settings
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
@@ -207,70 +206,3 @@ class PositionAngles(torch.nn.Module):
             beta, length = self._query_scale
             columns.append(1 + beta * torch.log(1 + torch.floor(self.positions[:, None] / length)))
         return torch.cat(columns, dim=-1)[:, None, None]
-
-
-# Compile the rotary embedding to one kernel, in the place where Megatron looks for Transformer Engine's.
-
-
-def install_fused_rope() -> None:
-    """Let models with `apply_rope_fusion` use `rotate`. Models without it are not affected."""
-    rope_utils.fused_apply_rotary_pos_emb = rotate
-
-
-def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the pairs (d, d + R/2) of [S, B, heads, D] queries or keys, d < R/2, by [S, 1, 1, R] angles.
-
-    RoPE, arXiv:2104.09864, equation 34, with the pairs of Llama.
-    """
-    width = angles.shape[-1]
-    rotated = _Rotation.apply(values[..., :width], *_table(values, angles))
-    return rotated if width == values.shape[-1] else torch.cat((rotated, values[..., width:]), dim=-1)
-
-
-def _table(values: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of [S, 1, 1, D] angles.
-
-    All layers of a micro-batch use the same, which are kept in an attribute of the angles.
-    """
-    rotation = getattr(angles, "gkd_rotation", None)
-    if rotation is None or rotation[0].dtype != values.dtype:
-        rotation = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
-        for part in rotation:
-            maybe_mark_dynamic(part, 0)
-        angles.gkd_rotation = rotation  # type: ignore[attr-defined]
-    return rotation
-
-
-class _Rotation(torch.autograd.Function):
-    """Its gradient is the rotation back.
-
-    After 8 variants of a function dynamo computes the next one uncompiled, with a warning only. So whatever changes
-    from batch to batch is marked as dynamic, where any number is one variant, also one that equals another number by
-    chance. The heads are constants: queries and keys of a model are two variants. requires_grad would be another one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(_dynamic(values), cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _turned_back(_dynamic(grads[0]), *ctx.saved_tensors), None, None
-
-
-def _dynamic(values: Tensor) -> Tensor:
-    values = values.detach()
-    maybe_mark_dynamic(values, tuple(range(values.dim() - 2)))
-    return values
-
-
-@torch.compile(dynamic=False)
-def _turned(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = values.chunk(2, dim=-1)
-    return values * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-@torch.compile(dynamic=False)
-def _turned_back(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turned(values, cos, -sin)

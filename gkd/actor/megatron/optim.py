@@ -131,3 +131,32 @@ def _l2_norm(
     """Return the [1] float32 norm of all tensors together, with the signature of apex's kernel."""
     del chunk_size, overflow, per_tensor
     return total_norm(tensors[0]).float().reshape(1), None
+
+
+class VectorGrads:
+    """Add the gradients of norms and biases to `main_grad` at the end of a batch, all together.
+
+    Megatron adds each of them when autograd has it, four times a layer. The sums have the same bits.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Take the gradients of the vectors among (name, parameter). Not for reductions that overlap with autograd."""
+        self._grads: dict[Any, Tensor] = {}
+        for _, param in params:
+            if param.ndim == 1 and param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._keep)
+
+    def _keep(self, param: Any) -> None:
+        if param in self._grads:
+            self.add()
+        self._grads[param] = param.grad
+        param.grad = None  # Megatron's hook, which is called next, then adds nothing
+
+    def add(self) -> None:
+        """Add what has been kept since the last call."""
+        if not self._grads:
+            return
+        sums = [param.main_grad for param in self._grads]
+        grads = torch.cat([*self._grads.values()]).to(sums[0].dtype)
+        torch._foreach_add_(sums, [*grads.split([len(total) for total in sums])])
+        self._grads.clear()

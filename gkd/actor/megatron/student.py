@@ -30,7 +30,7 @@ from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
-from gkd.actor.megatron.optim import build_optimizer
+from gkd.actor.megatron.optim import VectorGrads, build_optimizer
 from gkd.actor.megatron.pipeline import run_batch, run_logprobs
 from gkd.errors import ClusterError
 from gkd.hf.model_folder import weights_digest
@@ -112,6 +112,7 @@ class MegatronStudent(Student):
         for name, param in self.model.named_params():
             if "word_embeddings" in name and layout.world_size == 1 and hasattr(param, "main_grad"):
                 param.adds_gradient_in_place = True  # type: ignore[attr-defined]
+        self._vector_grads = VectorGrads(() if overlap_grad_reduce else self.model.named_params())
         tp_group = groups.tp if layout.tp > 1 else None
         shard = VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group)
         self.loss = build_loss(args, shard, self.columns, self.n_head_rows)
@@ -174,12 +175,14 @@ class MegatronStudent(Student):
         Args:
             n_tokens: of the last part, on this rank; 0 but on the last pipeline stage.
         """
+        self._vector_grads.add()
         self._n_tokens = self._n_tokens + n_tokens
         if self._completes:
             finalize_model_grads(chunks, self._n_tokens, *args, **options)
 
     def _zero_grads(self) -> None:
         self._n_tokens = torch.zeros_like(self._n_tokens)
+        self._vector_grads.add()  # otherwise those of a failed batch would be added later
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
