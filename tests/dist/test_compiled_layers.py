@@ -139,12 +139,14 @@ def _run_many(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     compiled._VARIANTS = 1
     place: dict[str, Any] = {"packing": True, "dtype": torch.float32, "device": torch.device("cpu")}
     refusal = caught(lambda: compiled.compile_layers(student.model, must=True, **place))
+    with torch._dynamo.config.patch(disable=True):
+        disabled = caught(lambda: compiled.compile_layers(student.model, must=True, **place))
     warnings = list[str]()
     compiled.log.warning = lambda text, *args: warnings.append(text % args)
     compiled.compile_layers(student.model, must=False, **place)
     batches = make_micro_batches(rollouts[:3], scores[:3], micro_batch_size=4, packed=True)
     loss = student.train_step(batches).loss
-    return {"more": n_more, "refusal": refusal, "warnings": warnings, "loss": loss}
+    return {"more": n_more, "refusal": refusal, "disabled": disabled, "warnings": warnings, "loss": loss}
 
 
 def test_what_is_compiled_is_decided_at_the_start(tmp_path: Path) -> None:
@@ -153,6 +155,7 @@ def test_what_is_compiled_is_decided_at_the_start(tmp_path: Path) -> None:
     (found,) = run_ranks(_run_many, 1, tmp_path, timeout_s=120.0)
     assert found["more"] <= 2
     assert "actor.compile" in found["refusal"][1]
+    assert "TORCHDYNAMO_DISABLE" in found["disabled"][1]
     assert len(found["warnings"]) == 1
     assert "recompile" in found["warnings"][0].lower()
     assert found["loss"] > 0
