@@ -23,7 +23,6 @@ from teacher_server.cli import worker
 from teacher_server.config.schema import GivenSettings
 from teacher_server.config.settings import flag_of, given_flags, settings_from
 from teacher_server.engines import load
-from teacher_server.engines import vllm as teacher_vllm
 
 
 class Given(BaseException):
@@ -74,19 +73,18 @@ def test_a_rollout_engine_gets_the_size(
 
 @pytest.mark.parametrize(
     ("device", "flags", "expected"),
-    [("cpu", {}, 7), ("cuda", {}, None), ("cuda", {"kv_cache_mib": "1024"}, 1024)],
+    [("cpu", {}, 0), ("cpu", {"kv_cache_mib": "64"}, 64), ("cuda", {}, None), ("cuda", {"kv_cache_mib": "1024"}, 1024)],
 )
 def test_a_teacher_engine_gets_the_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, flags: dict[str, str], expected: int | None
 ) -> None:
-    """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size; as for rollouts."""
+    """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is a size on a GPU; as for rollouts."""
     platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: device == "cpu"))
     fake = SimpleNamespace(EngineArgs=stop, LLMEngine=None, __spec__="it is installed")
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
     batch = SimpleNamespace(InputBatch=make_dataclass("InputBatch", []))
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu", SimpleNamespace(input_batch=batch))
-    monkeypatch.setattr(teacher_vllm, "_kv_cache_mib", lambda *model: 7)
     monkeypatch.setattr(load, "resolve_device", lambda device: device)
     given = given_flags(SimpleNamespace(**flags), GivenSettings)  # type: ignore[arg-type]
     settings = settings_from(GivenSettings, [given, {"engine": "vllm", "device": device}], flag_of)
