@@ -226,8 +226,8 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     norm = 2 * FLOAT32 if on_cpu else FLOAT32 * (1 if is_megatron else 2) if dims.is_gemma else b
     has_norms = dims.qk_norm or dims.post_norm
     if is_megatron and (has_norms or on_cpu or actor.recompute == "selective"):
-        # Values are a view of the projection, and keep all of it. With norms, what is compiled on CUDA keeps one tensor of
-        # queries less; the recorded peaks are older.
+        # Values are a view of the projection, and keep all of it. With norms, what is compiled on CUDA keeps one tensor
+        # of queries less; the recorded peaks are older.
         attention += q + kv
     if has_norms:
         attention += (q + kv) * norm / b
