@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,8 +30,8 @@ from gkd.types import InFlight, PendingScores, Prompt, ResponseLimits
 T = TypeVar("T")
 
 
-class BatchSource:
-    """One batch per step; each is in flight until it has been trained on. The methods here that return do nothing.
+class BatchSource(ABC):
+    """One batch per step; each is in flight until it has been trained on. The methods here that return None do nothing.
 
     Attributes:
         max_staleness: the scheduler's bound, in steps; None for replays, whose batches have the age at their recording.
@@ -62,13 +63,13 @@ class BatchSource:
         """
         return []
 
+    @abstractmethod
     def next_batch(self, step: int) -> list[PendingScores]:
         """Wait for the rollouts of this step's batch; the teacher is already scoring them. Raises ClusterError.
 
         Returns:
             All but the parts that `early_part` has returned.
         """
-        raise NotImplementedError
 
     def commit(self) -> None:
         """Record that the batch of the last `next_batch`, with its early parts, has been trained on."""
@@ -76,9 +77,9 @@ class BatchSource:
     def wait_until_idle(self) -> None:
         """Block until the engines can receive new weights; a stream returns at once. Raises ClusterError."""
 
+    @abstractmethod
     def in_flight(self, step: int) -> InFlight:
         """Return what a run that resumes from `step` could not generate again identically."""
-        raise NotImplementedError
 
     def close(self, *, wait: bool) -> None:
         """Start no more rollouts. May be called twice.

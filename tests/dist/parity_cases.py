@@ -23,7 +23,8 @@ N_STEPS = 5
 def measure(student: Any, folder: Path) -> dict[str, Any]:
     """Return the differences of a new student of `folder` from `folder`.pt, the model and N_STEPS of its reference."""
     reference = reference_of(folder)
-    layout, groups = student.layout, student.model.groups
+    layout = student.layout
+    groups = student.model.groups
     result: dict[str, Any] = {
         "coordinates": (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank),
         "megatron_coordinates": tuple(group.rank() for group in (groups.tp, groups.pp, groups.dp, groups.ep)),
@@ -108,7 +109,8 @@ def _logits_of(student: Any, tokens: Tensor) -> Tensor | None:
     from gkd.actor.common.step import empty_micro_batch
     from gkd.actor.megatron.pipeline import _schedule
 
-    model, batch = student.model, empty_micro_batch()
+    model = student.model
+    batch = empty_micro_batch()
     batch.tokens = tokens.to(rank_device())
 
     def forward_step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, None]:

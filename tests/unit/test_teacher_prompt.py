@@ -20,7 +20,8 @@ from gkd.config.schema_teacher import RouteConfig, TeacherConfig
 from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.chunks import dataset_chunks
 from gkd.data.collate import route_counts
-from gkd.data.prompts import RowReader, RowRoutes, load_prompts
+from gkd.data.prompts import RowReader, load_prompts
+from gkd.data.row_routes import RowRoutes
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher

@@ -278,11 +278,11 @@ class FusedAttention(SelfAttention):
 
 
 class FusedLocalAngles(LocalAngles, FusedAttention):
-    """Both."""
+    """Gemma 3's attention with `split_heads`."""
 
 
 class FusedScaledQueries(ScaledQueries, FusedAttention):
-    """Both. Scaling after the rotation is the same as before it."""
+    """Ministral 3's attention with `split_heads`. Scaling after the rotation is the same as before it."""
 
 
 _FUSED_ATTENTION: dict[Any, Any] = {
