@@ -38,7 +38,7 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 61_066,
+    "lines": 61_070,
     "files": 344,
     "assignments of tuples": 15,  # `a, b = x, y`: two statements in one line
     "config_keys": 165,
