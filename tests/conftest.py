@@ -72,16 +72,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the runs of the whole system first: they are the longest part that one worker has to do alone.
 
-    On CUDA, tests marked `cpu_only` are skipped, and on stand-in cards those marked `real_card`. The others have more
-    time unless there is a `--timeout`.
+    On CUDA, tests marked `cpu_only` are skipped, and on stand-in cards those marked `real_card`.
     """
     unfit = {"cpu_only": "CPU only"} | ({"real_card": "not on stand-in cards"} if device.on_stand_in() else {})
     for item in items if device.on_cuda() else ():
         for mark in item.iter_markers():
             if mark.name in unfit:
                 item.add_marker(pytest.mark.skip(reason=f"{unfit[mark.name]}: {mark.args[0]}"))
-        if config.getoption("timeout") is None and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(float(config.getini("timeout")) * device.patience()))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith((SYSTEM, *ENGINES)))
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 KINDS = ("cpu", "cuda")
 VARIABLE = "GKD_TEST_DEVICE"
 CUDA_PATIENCE = 4  # there each rank imports on its own, starts CUDA and NCCL, and compiles kernels
+CPU_PATIENCE = 3  # cores that other programs use
 
 
 def kind() -> str:
@@ -35,7 +36,7 @@ def on_stand_in() -> bool:
 
 def patience() -> int:
     """Return the factor of time limits."""
-    return CUDA_PATIENCE if on_cuda() else 1
+    return CUDA_PATIENCE if on_cuda() else CPU_PATIENCE
 
 
 def rank_device() -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,9 +73,9 @@ def attempt(part: Callable[..., Any], *args: Any) -> Any:
         return Cell("C", why=f"{type(error).__name__}: {error}")
 
 
-def _judge(errors: dict[str, float], marks: str = "") -> Cell:
+def _judge(errors: dict[str, float], marks: str = "", bounds: Mapping[str, float] = BOUNDS) -> Cell:
     """Return ok, or W if an error is above its bound or not a number."""
-    wrong = [f"{name} differ by {error:.1g}" for name, error in errors.items() if not error <= BOUNDS[name]]
+    wrong = [f"{name} differ by {error:.1g}" for name, error in errors.items() if not error <= bounds[name]]
     return Cell("W" if wrong else "ok", max(errors.values()), marks, "; ".join(wrong))
 
 
@@ -204,12 +204,19 @@ def export(root: Path) -> Cell:
 
 
 def compare(folder: Path, scored: Scored, dtype: str) -> Cell:
-    """Compare logprobs with those of transformers."""
+    """Compare logprobs with those of transformers.
+
+    In bfloat16 two right engines may differ by as much as transformers in bfloat16 does from float32: 0.15 for Zamba2.
+    """
     model = _plain(folder, getattr(torch, dtype))
     off = [(_logprobs(model, rollout, ids) - torch.from_numpy(given)).abs().flatten() for rollout, ids, given in scored]
-    if dtype == "bfloat16":
-        return _judge({"bfloat16 logprobs": float(torch.cat(off).mean())}, "b")
-    return _judge({"logprobs": float(torch.cat(off).max())})
+    if dtype != "bfloat16":
+        return _judge({"logprobs": float(torch.cat(off).max())})
+    exact = _plain(folder)
+    rounding = [(_logprobs(exact, rollout, ids) - _logprobs(model, rollout, ids)).abs() for rollout, ids, _ in scored]
+    name = "bfloat16 logprobs"
+    bound = max(BOUNDS[name], float(torch.cat(rounding).mean()))
+    return _judge({name: float(torch.cat(off).mean())}, "b", {name: bound})
 
 
 def _scored(tables: Iterable[Any]) -> Scored:

@@ -66,7 +66,7 @@ class Actor:
         ray.get([worker.start_again.remote() for worker in workers])
         self.workers, self.config = workers, load_config(None, [*base, *sizes, *overrides])
         self.pool = ActorPool(self.workers, self.config)
-        gather(self.pool.init_model(kind(), 9, 120), "init_model", 120)
+        gather(self.pool.init_model(kind(), 9, 400), "init_model", 400)
 
     def device_bytes(self) -> dict[str, int]:
         """Return the bytes on the devices of all ranks, by kind."""
@@ -81,7 +81,7 @@ class Actor:
         (ranks,) = self.pool.exporters()
         plan = plan_buckets(ray.get(ranks[0].export_plan.remote("merged")), 1 << 20)
         sent = {str(i): worker.send_weights.remote(plan, False, **(meta or {})) for i, worker in enumerate(ranks)}
-        gather(sent, "export", 60)
+        gather(sent, "export", 240)
 
 
 def batch() -> list[ScoredChunk]:

@@ -16,6 +16,6 @@ def actor_slots(n_ranks: int) -> Iterator[Pool]:
     need_cards(n_ranks)
     cluster = Cluster("", n_slots=n_ranks, on_cpu=not on_cuda())
     try:
-        yield cluster.make_pools([PoolSpec("actor", 1, n_ranks, gpus_per_worker=1)], 60)["actor"]
+        yield cluster.make_pools([PoolSpec("actor", 1, n_ranks, gpus_per_worker=1)], 240)["actor"]
     finally:
         cluster.close()

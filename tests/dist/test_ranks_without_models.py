@@ -79,7 +79,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
         pool = ActorPool(
             slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS), load_config(None, base)
         )
-        gather(pool.init_model("cpu", 4, 60), "init_model", 60)
+        gather(pool.init_model("cpu", 4, 240), "init_model", 240)
         yield pool
 
 
@@ -112,7 +112,7 @@ def test_an_out_of_memory_error_is_diagnosed_on_the_driver(actor: ActorPool, tmp
 
 def test_the_ranks_and_the_driver_share_the_run_folder(actor: ActorPool, tmp_path: Path) -> None:
     """Fails if a run starts although a rank has no access to the run folder, or the probe files are not removed."""
-    actor.check_run_dir(tmp_path, 60)
+    actor.check_run_dir(tmp_path, 240)
     assert not list(tmp_path.iterdir())
     with refuses("trainer.run_dir"):
         ray.get(actor.workers[1].check_run_dir.remote(tmp_path, "0" * 16))

@@ -57,8 +57,8 @@ class Lab:
             "trainer.total_steps=4",
             "trainer.total_epochs=9",
             "trainer.global_batch_size=6",
-            "trainer.init_timeout_s=200",
-            "trainer.stage_timeout_s=120",
+            "trainer.init_timeout_s=600",
+            "trainer.stage_timeout_s=360",
             "teacher.outage_budget_s=60",
             "teacher.request_timeout_s=20",
             f"trainer.run_dir={run_dir}",
@@ -80,7 +80,7 @@ class Lab:
         return [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *settings, *overrides]
 
     def train_run(
-        self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 280.0, temporary: str = ""
+        self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 800.0, temporary: str = ""
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end, return exit code and output, and assert that docs/metrics.md has all keys.
 

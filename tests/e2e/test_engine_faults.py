@@ -18,7 +18,7 @@ from tests.e2e.killed_main import Fault, generation_of, with_faults
 from tests.e2e.test_loop import interrupt, start, wait_for_step
 from tests.processes import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 N_STEPS = 4
 RECORD = "trainer.record_batches=true"

@@ -24,7 +24,6 @@ from tests.e2e.test_loop import interrupt, start, wait_for_step
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.timeout(600)
 def test_a_resumed_run_replaces_its_engine_and_ends_at_a_signal(base_run: Path, lab: Lab, teacher_port: int) -> None:
     """If it fails, a resumed run trains on other tokens or with other states, an engine that dies is not replaced or
     gets other weights, or a run that is stopped in training loses a finished step, also because the signals

@@ -53,7 +53,7 @@ def test_a_run_with_defaults_equals_transformers(
     with ServerProcess(teacher, tmp_path, options=("--engine", "hf", "--dtype", dtype)) as server:
         command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(tmp_path / "base.yaml"), *settings]
         command.append(f"teacher.server_port={server.port}")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "actor.strategy=auto: fsdp2" in done.stderr
     steps = []

@@ -161,7 +161,7 @@ def test_a_checkpoint_is_evaluated_and_exported_as_by_its_run(
     def evaluated(*words: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "gkd.cli", "eval", str(base_run), "--json", "cluster.gpus=[]", *words]
         env = os.environ | {"TMPDIR": str(tmp_path)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=env)
         assert done.returncode == 0, done.stderr[-3000:]
         assert not [name for name in left_behind(str(tmp_path)) if name.startswith("gkd_")]
         found: dict[str, Any] = json.loads(done.stdout)

@@ -21,7 +21,7 @@ SMALL += ("data.max_prompt_length=16", "data.max_response_length=8", "rollout.ma
 def train(lab: Lab, folder: Path, teacher: Path, *more: str) -> subprocess.CompletedProcess[str]:
     models = "--student", str(lab.student), "--teacher", str(teacher), "--data", str(lab.train)
     command = [sys.executable, "-m", "gkd.cli", "train", *models, *SMALL, *more]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800, check=False)
 
 
 def test_one_line_trains_with_a_teacher_of_its_own(lab: Lab, tmp_path: Path, shared_ray: str) -> None:

@@ -26,7 +26,7 @@ def test_the_example_trains_and_moves_states(lab: Lab, teacher_port: int, shared
     more = (*ranks, "distill.support=union", "trainer.total_steps=2")
     settings = lab.command(run_dir, teacher_port, shared_ray, *more)[5:]
     command = [sys.executable, str(EXAMPLE), str(EXAMPLE.with_suffix(".yaml")), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line["step"] for line in lines] == [1, 2]

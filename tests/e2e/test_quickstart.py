@@ -44,7 +44,6 @@ def strangers(folder: Path) -> list[str]:
     ("seen", "then_s"),
     [("[1/3]", 8.0), ("[2/3]", 2.0), ("the teacher server is ready", 9.0), ("step 5/", 0.0), ("[3/3]", 1.0)],
 )
-@pytest.mark.timeout(500)
 def test_interrupt_leaves_no_process(folder: Path, seen: str, then_s: float) -> None:
     """If it fails, Ctrl-C leaves a teacher server, Ray daemons or other processes running."""
     if seen == "[2/3]":

@@ -28,7 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("task", ["rule", "shrink"])
 def test_the_example_prints_responses_from_before_and_after(folder: Path, task: str) -> None:
     """Fails if the example does not run to its table on a machine that has nothing but the package index."""
@@ -65,7 +64,6 @@ def test_gemma_learns_in_packs_that_are_longer_than_its_window(folder: Path, tea
     assert not strangers(folder)
 
 
-@pytest.mark.timeout(400)
 def test_an_interrupt_leaves_no_process(folder: Path) -> None:
     """Fails if Ctrl-C in training leaves a teacher server or processes of Ray."""
     log = folder / "log"

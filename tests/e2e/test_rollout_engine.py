@@ -171,7 +171,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     return result
 
 
-SECOND = pytest.param("second", marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+SECOND = pytest.param("second", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=["first", SECOND])
@@ -180,7 +180,7 @@ def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     is_second = request.param == "second"
     case = (small_student(tmp_path_factory.mktemp("small")), N_VOCAB) if is_second else (lab.student, VOCAB)
     with EngineProcess(ENVIRONMENT if is_second else {}) as process:
-        found: dict[str, Any] = process.call(_probe, *case, timeout_s=500 if is_second else 200)
+        found: dict[str, Any] = process.call(_probe, *case, timeout_s=600)
     assert found["second_runner"] is is_second
     return found
 

@@ -31,7 +31,6 @@ METHODS = (
 )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("scheduler", "ahead"), [("one_step_off", 1), ("two_step_off", 2)])
 def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
     scheduler: str, ahead: int, lab: Lab, teacher_port: int, shared_ray: str

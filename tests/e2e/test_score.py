@@ -43,7 +43,7 @@ def test_a_scored_dataset_trains_without_a_teacher(
     store, online, offline = f"teacher.store={tmp_path / 'store'}", tmp_path / "online", tmp_path / "offline"
     done = lab.train_run(online, teacher_port, shared_ray, *DATASET)
     assert done.returncode == 0, done.stderr[-4000:]
-    scored = subprocess.run([*SCORE, *words(lab, teacher_port, store)], capture_output=True, text=True, timeout=120)
+    scored = subprocess.run([*SCORE, *words(lab, teacher_port, store)], capture_output=True, text=True, timeout=800)
     assert scored.returncode == 0 and "scored 40/40" in scored.stderr, scored.stderr[-4000:]
     assert not (lab.root / "unused").exists()
     closed = free_port()

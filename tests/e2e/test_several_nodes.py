@@ -12,7 +12,6 @@ from tests.e2e.exactness import differences, steps_of
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.timeout(900)
 def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
     """Fails if ranks, endpoints, the weight sync or a checkpoint count on being on the driver's node, pools of several
     nodes are not spread over as many, or where a rank sits changes what it learns.

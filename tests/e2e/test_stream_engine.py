@@ -185,7 +185,7 @@ def _probe_and_exit(student: Path, n_vocab: int) -> dict[str, Any]:
             torch.distributed.destroy_process_group()
 
 
-SECOND = pytest.param(ENVIRONMENT, id="second", marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+SECOND = pytest.param(ENVIRONMENT, id="second", marks=pytest.mark.slow)
 RUNNERS = [pytest.param({}, id="first"), SECOND]
 
 

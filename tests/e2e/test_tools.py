@@ -64,7 +64,7 @@ def run(acting_models: Path, port: int, shared_ray: str) -> Any:
         ]
         command = [sys.executable, "-m", "gkd.main_gkd", "--config", "examples/tools/calculator.yaml"]
         done = subprocess.run(
-            [*command, *settings, *overrides], capture_output=True, text=True, timeout=280, check=False
+            [*command, *settings, *overrides], capture_output=True, text=True, timeout=800, check=False
         )
         assert done.returncode == code, done.stderr[-4000:]
         assert code or not unlisted_keys(run_dir), "add a row to gkd/metrics/catalog*.py"

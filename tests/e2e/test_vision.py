@@ -94,7 +94,7 @@ class Folder:
         config = self.root / "base.yaml"
         config.write_text("{}\n")
         command = [sys.executable, "-m", *program.split(), "--config", str(config), *settings, *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return run_dir
 
@@ -231,4 +231,4 @@ def test_a_run_is_made_again_bit_by_bit(tmp_path: Path, scheduler: tuple[str, ..
             folder.run(server.port, *options, f"trainer.resume={run_dir}/checkpoints/step_00000001")
             assert (run_dir / "export/model.safetensors").read_bytes() == expected
     one_step = [sys.executable, "-m", "gkd.tools.replay", str(run_dir), "--step", "3"]  # without the teacher
-    assert b"bit by bit" in subprocess.run(one_step, stdout=subprocess.PIPE, timeout=200, check=True).stdout
+    assert b"bit by bit" in subprocess.run(one_step, stdout=subprocess.PIPE, timeout=800, check=True).stdout

@@ -27,7 +27,6 @@ def example(folder: Path, *overrides: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(900)
 def test_a_student_learns_to_read_pictures(tmp_path: Path) -> None:
     """Fails if the teacher cannot be trained, the student does not learn from it, or its export answers otherwise."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -115,7 +115,6 @@ def test_a_user_of_the_wheel_trains(fresh: Path, lab: Lab, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_quickstart_learns_with_the_wheel(fresh: Path, tmp_path: Path) -> None:
     """Fails if the release cannot repeat the figures of the quickstart. Examples and configs are not in the wheel."""
     for name in ("examples", "configs"):

@@ -405,7 +405,6 @@ def test_a_continued_conversation_is_the_template_s_own_text(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ACCEPTED)
 @pytest.mark.parametrize("real", [False, True])
 def test_ten_thousand_conversations(name: str, real: bool) -> None:
