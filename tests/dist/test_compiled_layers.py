@@ -36,6 +36,7 @@ IN_CI: dict[str, dict[str, Any]] = {
     "gemma2": RECOMPUTE,  # windows and soft caps
 }
 MECHANISMS: dict[str, dict[str, Any]] = {
+    "qwen3": {},  # shared heads
     "qwen3_moe": PADDED,
     "qwen3_5_text": {},  # delta nets
     "gpt_oss": {},  # sinks

@@ -179,12 +179,13 @@ _compiled_each.register_autograd(_gradients, setup_context=_keep)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    n_shared = q.shape[1] // k.shape[1]
-    if n_shared > 1 and q.is_cuda and (q.dtype not in _VARLEN_DTYPES or mask is not None):
+    shares = False  # not the comparison below: it is a symbol in compiled code, which torch's function does not take
+    if q.shape[1] > k.shape[1]:
         # Flash supports neither float32 nor masks, and the memory-efficient kernel no shared heads; the fallback needs
         # [heads, S, S].
-        k, v = (tensor.repeat_interleave(n_shared, dim=1) for tensor in (k, v))
-    shares = q.shape[1] != k.shape[1]
+        shares = not q.is_cuda or (q.dtype in _VARLEN_DTYPES and mask is None)
+        if not shares:
+            k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shares, scale=scale)
 
 
