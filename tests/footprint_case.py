@@ -132,7 +132,7 @@ def _train(rank: int, world_size: int, config: Config, device: str) -> tuple[int
         scores,
         micro_batch_size=config.actor.micro_batch_size,
         max_tokens=config.actor.max_tokens_per_micro_batch,
-        packed=config.actor.packing,
+        packed=config.actor.packs,
     )
     meter.forget_peak()
     for _ in range(2):
@@ -151,7 +151,7 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
         "dtype": getattr(torch, config.model.dtype),
         "device": where,
         "seed": 1,
-        "fused_lm_head": actor.fused_lm_head,
+        "fused_lm_head": actor.fuses,
         "recompute": actor.recompute,
     }
     if actor.strategy == "fsdp2":
@@ -159,7 +159,7 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
 
         meter = Meter(where)
         settings = {
-            "packing": actor.packing,
+            "packing": actor.packs,
             "cp": actor.cp,
             "cpu_offload": actor.fsdp_cpu_offload,
             "lora": actor.lora,
