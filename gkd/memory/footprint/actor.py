@@ -225,14 +225,14 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     # Their input: on the CPU in float32, and normalized; so are Gemma's, which Megatron computes in one kernel on CUDA.
     norm = 2 * FLOAT32 if on_cpu else FLOAT32 * (1 if is_megatron else 2) if dims.is_gemma else b
     has_norms = dims.qk_norm or dims.post_norm
-    if is_megatron and (has_norms or on_cpu or actor.recompute == "selective"):
-        # Values are a view of the projection, and keep all of it. With norms, what is compiled on CUDA keeps one tensor
-        # of queries less; the recorded peaks are older.
-        attention += q + kv
-    if has_norms:
+    is_fused = is_megatron and not on_cpu and actor.layers != "torch"
+    if is_fused and not dims.post_norm:
+        attention += q + 2 * kv if dims.qk_norm else 0  # the input of norms; values are a copy of a part of it
+    elif is_megatron and (has_norms or on_cpu or actor.recompute == "selective"):
+        attention += (q + kv) * (1 + has_norms * norm / b)  # values are a view of the projection, and keep all of it
+    elif has_norms:
         attention += (q + kv) * norm / b
     hidden = (4 if dims.is_gemma else 2) * (norm + b) * dims.hidden_size * share
-    is_fused = is_megatron and not on_cpu and actor.layers != "torch"
     per_column = 3 if is_fused else 5 if is_megatron else 4  # numbers per column of an MLP
     if dims.moe is None or not dims.is_moe_layer(layer):
         return hidden + b * (attention + per_column * dims.ffn_size / actor.tp)
