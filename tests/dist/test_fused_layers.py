@@ -59,6 +59,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "one rank": (1, ("qwen3", "qwen3_moe", "gemma3_text", "smollm3", "ministral3"), {}),
     "adapters, recomputed": (1, ("qwen3",), {"lora": LORA, "recompute": "full"}),
     "tensor parallel": (2, ("qwen3",), {"tp": 2, "sequence_parallel": True, "recompute": "full"}),
+    "tensor parallel, adapters": (2, ("qwen3",), {"tp": 2, "sequence_parallel": True, "lora": LORA}),
 }
 
 
