@@ -26,6 +26,7 @@ from gkd.memory.footprint.estimate import STATES, RankFootprint, RunModels, foot
 from tests.bench.student_case import random_sequences
 from tests.device import VARIABLE, environment
 from tests.dist.helpers import run_ranks
+from tests.dry_card.without_values import train_without_values
 
 # To be in the environment of a process when it starts: glibc reads it once.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_MMAP_MAX_": str(1 << 20), "MALLOC_ARENA_MAX": "1"}
@@ -57,6 +58,7 @@ class Measured:
     rank: int
     state: int  # after the last step
     peak: int  # over two training steps
+    saved: int  # by the first forward pass, on CUDA
     predicted: RankFootprint
     keeps_gradients: bool  # between two steps
 
@@ -92,7 +94,10 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     actors = predict(case, folder, device)
     keeps = config.actor.backend_name == "megatron"
     per_stage = world_size // len(actors)
-    return [Measured(rank, state, peak, actors[rank // per_stage], keeps) for rank, (state, peak) in enumerate(found)]
+    return [
+        Measured(rank, state, peak, saved, actors[rank // per_stage], keeps)
+        for rank, (state, peak, saved) in enumerate(found)
+    ]
 
 
 def case_config(case: Case, folder: Path, device: str) -> Config:
@@ -120,8 +125,9 @@ def save_model(folder: Path, sizes: Mapping[str, Any]) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder)
 
 
-def _train(rank: int, world_size: int, config: Config, device: str) -> tuple[int, int]:
-    """Runs in a rank: (bytes after two steps, their peak)."""
+def _train(rank: int, world_size: int, config: Config, device: str) -> tuple[int, int, int]:
+    """Runs in a rank: (bytes after two steps, their peak, bytes saved by the first forward pass on CUDA)."""
+    train_without_values()
     student, meter = _build(rank, world_size, config, device)
     data, dp_size = config.data, config.derived.dp_size
     lengths = [(data.max_prompt_length, data.max_response_length)]
@@ -134,10 +140,18 @@ def _train(rank: int, world_size: int, config: Config, device: str) -> tuple[int
         max_tokens=config.actor.max_tokens_per_micro_batch,
         packed=config.actor.packs,
     )
+    saved = []
+    backward, before = torch.autograd.backward, meter.now()
+
+    def noted(*args: Any, **settings: Any) -> None:
+        saved.append(meter.now() - before if device == "cuda" else 0)
+        backward(*args, **settings)
+
+    torch.autograd.backward = noted
     meter.forget_peak()
     for _ in range(2):
         student.train_step(batches)
-    return meter.now(), meter.peak()
+    return meter.now(), meter.peak(), saved[0]
 
 
 def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any, Meter]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gkd.config.declare import Key
-from gkd.config.foreign_keys import tables as old_names
 from gkd.config.schema_sections import all_keys
 from gkd.metrics.catalog import DOTTED, FUNCTION, KEY, NAME, NUMBER, PLACEHOLDERS
 from teacher_server.config.declare import Declared
@@ -29,7 +28,6 @@ def tables() -> dict[str, str]:
         "metrics.md": _placeholders(),
         "results.md": section(ROOT / "docs" / "results"),
         "models.md": _models(ROOT / "docs" / "results" / "models.json"),
-        "coming_from.md": "\n".join(_old_table(system, rows) for system, rows in old_names().items()),
     }
 
 
@@ -127,15 +125,6 @@ def _any_model(text: str) -> str:
     for pattern, words in names.items():
         text = re.sub(pattern, words, text)
     return text
-
-
-def _old_table(system: str, rows: Iterable[Sequence[str]]) -> str:
-    cells = ((f"`{name}`", _code(keys.split()) or "none", change) for name, keys, change in rows)
-    return _table(("old", "here", "how the value changes"), cells, f"### {system}")
-
-
-def _code(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":

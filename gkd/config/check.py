@@ -82,12 +82,11 @@ def check_cluster(config: Config) -> None:
     n_wanted = most if c.ray_address or t.colocate else both
     if len(c.gpus) < n_wanted:
         sizes = f"trainer.n_gpus_per_node {t.n_gpus_per_node} and rollout.n_gpus_per_node {r.n_gpus_per_node}"
-        fix = "name more GPUs, or use smaller pools."
-        raise config.error("cluster.gpus", f"with {sizes} a node needs {n_wanted}.", fix)
+        raise config.error("cluster.gpus", f"with {sizes} a node needs {n_wanted}.", "name more, or use smaller pools.")
 
 
 def check_sizes(config: Config) -> None:
-    """Check batch sizes, lengths, the learning rate schedule and timeouts."""
+    """Check batch sizes, lengths and timeouts. `gkd.preflight.settings` checks the learning rate's schedule."""
     t = config.trainer
     dp = config.derived.dp_size
     longest = config.derived.max_sequence_length
@@ -97,11 +96,6 @@ def check_sizes(config: Config) -> None:
     if 0 < config.actor.max_tokens_per_micro_batch < longest:
         problem = f"one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens."
         raise config.error("actor.max_tokens_per_micro_batch", problem, f"use 0 or at least {longest}.")
-    o = config.actor.optim
-    # `OptimSpec` checks the decay against the number of steps of the data.
-    if o.schedule == "wsd" and 0 < t.total_steps < o.warmup_steps + o.decay_steps:
-        problem = f"with actor.optim.warmup_steps {o.warmup_steps} they exceed trainer.total_steps {t.total_steps}."
-        raise config.error("actor.optim.decay_steps", problem, "reduce one of them.")
     patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
     if not config.derived.teacher_pool and t.stage_timeout_s <= patience:
         problem = f"an outage may last teacher.outage_budget_s + teacher.request_timeout_s = {patience:g} s."
@@ -141,7 +135,6 @@ def check_reward(config: Config) -> None:
     `gkd.preflight.user_code` imports the functions.
     """
     reward = config.reward
-    metric = config.eval.metric
     distill = config.distill
     for i, entry in enumerate(reward.functions):
         if entry.weight == 0:
@@ -150,7 +143,7 @@ def check_reward(config: Config) -> None:
     paths = [entry.path for entry in reward.functions]
     if len({function_name(path) for path in paths}) < len(paths):  # metrics contain the names
         raise ConfigError("reward.functions", paths, "two functions have the same name.", "name each once.")
-    if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
+    if EXACT_MATCH in (config.eval.metric, *paths) and not config.eval.answer_marker:
         raise config.error("eval.answer_marker", "exact_match needs one.", "set it, or use another function.")
     needs_correct = [RESPONSE_WEIGHT] * (distill.response_weight in RESPONSE_WEIGHTS[1:])
     needs_correct += ["teacher.prompt_function"] * (config.teacher.prompt_function == SOLVED_SIBLING)
@@ -266,12 +259,8 @@ def check_backend(config: Config) -> None:
     backends = " or ".join(sorted({route.teacher.backend for route in config.derived.routes}))
     for other, backend in BACKENDS.items():
         unused = [f"teacher.{name}" for name in sorted(backend.keys - kind_keys)]
-        problem = f"teacher.backend={backends} does not use this key, and {other} does."
-        fix = f"remove it, or set teacher.backend={other}."
-        if config.teacher.routes:
-            problem = f"each of teacher.routes has backend {backends}, which does not use this key."
-            fix = "remove it."
-        config.check_unused(unused, problem, fix)
+        problem = f"a teacher with the backend {backends} does not use this key, and one with {other} does."
+        config.check_unused(unused, problem, "remove it, or use that backend.")
     every = frozenset().union(*(backend.keys for backend in BACKENDS.values()))
     for route in config.derived.routes:
         for name in sorted((route.own & every) - route.teacher.kind.keys):

@@ -53,9 +53,6 @@ BACKENDS = {
 }
 
 
-AUTO = "auto"
-
-
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = key(1e-6, gt=0)
@@ -96,7 +93,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    strategy: str = key(AUTO, choices=(AUTO, *BACKENDS))
+    strategy: str = key("auto", choices=("auto", *BACKENDS))
     """Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard
     around the Hugging Face model, data and context parallel. auto = megatron if it supports model and settings,
     else fsdp2. docs/models.md."""
@@ -155,7 +152,7 @@ class ActorConfig:
     @property
     def backend_name(self) -> str:
         """Return `strategy`, or before `gkd.preflight.student.chosen` the first one that has these settings."""
-        if self.strategy != AUTO:
+        if self.strategy != "auto":
             return self.strategy
         fitting = (
             name

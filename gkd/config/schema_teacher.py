@@ -9,7 +9,6 @@ from gkd.config.declare import IF_MOVED, file_key, key
 from teacher_server.wire.protocol import MAX_K, Signal
 
 Tail: TypeAlias = Literal["bucket", "renorm", "drop", "residual"]
-SUPPORTS = ("teacher", "student", "union")
 UNITS = ("nodes", "text")
 BY_UNITS = "units"  # the value of teacher.signal whose lists have sums
 
@@ -213,7 +212,7 @@ class DistillConfig:
     probability at rollout); 0 = no limit."""
     on_policy_share: float = key(1.0, ge=0, le=1)
     """Share of prompts whose responses the student generates (lambda of GKD); the others use data.response_key."""
-    support: str = key("teacher", choices=SUPPORTS)
+    support: str = key("teacher", choices=("teacher", "student", "union"))
     """The teacher.topk ids per position that the losses compare: the teacher's most probable ones, the student's at the
     rollout, or union = half of each. Dataset responses have the teacher's. docs/losses.md."""
     units: str = key("nodes", choices=UNITS)

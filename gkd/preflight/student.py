@@ -7,7 +7,6 @@ from typing import Any
 
 from gkd.config.check import check_strategy
 from gkd.config.schema import Config
-from gkd.config.schema_actor import AUTO
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split, check_megatron_support, read_dims
 from gkd.hf.model_folder import ModelFolder, check_prefix, checked_folder, read_config_json
@@ -43,7 +42,7 @@ def chosen(config: Config) -> Config:
 
 def with_strategy(config: Config) -> Config:
     """Return the settings with a value for actor.strategy=auto. Reads config.json. Raises as `check_student`."""
-    if config.actor.strategy != AUTO:
+    if config.actor.strategy != "auto":
         return config
     name = config.actor.backend_name
     why = "it trains this model"

@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from gkd.config.declare import IF_CONSTANT, IF_MOVED, IF_NO_REWARD
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
-from gkd.config.schema_actor import AUTO
 from gkd.config.schema_sections import EXACT_MATCH, all_keys
 from gkd.config.schema_teacher import HTTP
 from gkd.errors import ConfigError
@@ -268,7 +267,7 @@ def check_same_run(before: Path, now: Config) -> None:
     for key in sorted(all_keys()):
         was = kept_value(old, key)
         value = kept_value(now, key)
-        is_chosen_later = key == "actor.strategy" and value == AUTO  # and then compared
+        is_chosen_later = key == "actor.strategy" and value == "auto"  # and then compared
         if was != value and not is_chosen_later and not may_change(key, now):
             problem = f"{before.parent} was started with {was!r}."
             fix = "keep the old value to resume, or start a new run in another trainer.run_dir."

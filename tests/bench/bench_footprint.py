@@ -1,10 +1,13 @@
 """Compare the memory of real ranks with the prediction of `gkd.memory.footprint`, on a model of 113 million parameters.
 
-    python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--device cuda] [--predict]
+    python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--predict]
+    DRY_CARD_VALUES=0 bash tests/dry_card/run.sh --gib 70 -- .venv-gpu/bin/python -m tests.bench.bench_footprint
+        --allocator docs/results/footprint_cuda_allocator.json
 
 A ratio is predicted / measured. The goal is 0.85 to 1.15. With --json a part replaces its rows in the file; --predict
 measures nothing and compares the measurements in the file with the prediction of this version. An hour on two idle
-cores; the processes take up to 5 GB. With --device cuda (one GPU, cases of one rank) torch's allocator is read.
+cores; the processes take up to 5 GB. --allocator measures the file's cases again, in torch's allocator on a card, also
+on one without values. Rows of a GPU that is named in them keep their measurement.
 """
 
 from __future__ import annotations
@@ -73,13 +76,11 @@ for _backend in ("megatron", "fsdp2"):
 COLUMNS = ("part", "case", "rank", "measured peak, MB", "predicted, MB", "predicted / measured")
 
 
-def rows_of(part: str, device: str) -> Iterator[list[Any]]:
+def rows_of(part: str) -> Iterator[list[Any]]:
     """Measure the cases of a part; yield a row for each, of the rank with the largest error."""
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         for case in CASES[part]:
-            if device != "cpu" and any(key.startswith("trainer.n_gpus") for key in case.overrides):
-                continue
-            worst = max(measure(case, Path(folder), device=device), key=lambda one: abs(one.peak_ratio - 1))
+            worst = max(measure(case, Path(folder)), key=lambda one: abs(one.peak_ratio - 1))
             yield row(part, case.name, worst.rank, worst.peak / 1e6, worst.predicted.total_bytes / 1e6)
 
 
@@ -98,6 +99,23 @@ def predicted_again(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
                 yield row(part, name, rank, measured, n_bytes / 1e6)
 
 
+def measure_allocator(file: Path) -> int:
+    """Write the peaks and predictions of a file's rows again, and print them. Exit code: 0."""
+    found = json.loads(file.read_text())
+    for one in found["rows"]:
+        strategy, name, settings, sizes, *_ = one
+        case = Case(name, (f"actor.strategy={strategy}", *settings), found["sizes"] | sizes)
+        with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+            if not name.startswith("H200"):
+                (measured,) = measure(case, Path(folder), device="cuda")
+                one[4:6] = measured.saved, measured.peak
+            (predicted,) = predict(case, Path(folder), "cuda")
+        one[6:] = predicted.total_bytes, round(predicted.total_bytes / one[5], 3)
+        print(strategy, name, *one[4:], flush=True)
+    write(file, found)
+    return 0
+
+
 def write(file: Path, found: Mapping[str, Any]) -> None:
     """Write a result with one row on a line."""
     lines = ",\n  ".join(json.dumps(one) for one in found["rows"])
@@ -110,9 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_footprint", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--only", default=",".join(CASES), metavar="PART,..", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the rows of these parts into this file")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--allocator", type=Path, metavar="FILE", help="measure its cases again on this card")
     parser.add_argument("--predict", action="store_true", help="compare what --json has measured; measure nothing")
     args = parser.parse_args(argv)
+    if args.allocator is not None:
+        return measure_allocator(args.allocator)
     if unknown := [name for name in args.only.split(",") if name not in CASES]:
         parser.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(CASES)}")
     found: dict[str, Any] = {"what": "", "columns": COLUMNS, "rows": []}
@@ -124,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         only = args.only.split(",")
         rows = [one for one in found["rows"] if one[0] not in only]
         for part in only:
-            rows += rows_of(part, args.device)
+            rows += rows_of(part)
     print("\n".join("  ".join(map(str, one)) for one in rows))
     if args.json is not None:
         write(args.json, {**found, "rows": rows})

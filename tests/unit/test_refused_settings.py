@@ -64,7 +64,6 @@ weight_sync.lora=adapters
 actor.tp=2 -> trainer.n_gpus_per_node
 trainer.n_gpus_per_node=3  trainer.nnodes=2  actor.tp=2
 actor.optim.schedule=wsd -> actor.optim.decay_steps
-actor.optim={schedule: wsd, decay_steps: 5, warmup_steps: 6}  trainer.total_steps=10 -> actor.optim.decay_steps
 rollout.n_gpus_per_node=3  rollout.tp=2
 trainer.n_gpus_per_node=4  trainer.global_batch_size=2
 weight_sync.transport=nccl  trainer.device=cpu -> weight_sync.transport

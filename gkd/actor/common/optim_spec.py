@@ -16,15 +16,9 @@ class OptimSpec(OptimConfig):
     total_steps: int = 1  # the decay ends at the last of them
 
     def __post_init__(self) -> None:
-        problem = ""
-        if self.decay_steps and self.schedule != "wsd":
-            problem = f"applies to the schedule wsd only, and actor.optim.schedule is {self.schedule}."
-            fix = "Use 0, or actor.optim.schedule=wsd."
-        elif self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.total_steps:
+        if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.total_steps:
             problem = f"with actor.optim.warmup_steps = {self.warmup_steps} exceeds the run's {self.total_steps} steps."
-            fix = "Reduce one of them."
-        if problem:
-            raise ConfigError("actor.optim.decay_steps", self.decay_steps, problem, fix)
+            raise ConfigError("actor.optim.decay_steps", self.decay_steps, problem, "Reduce one of them.")
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of update `step`, counted from 0."""

@@ -7,6 +7,7 @@ with torch's arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -115,7 +116,7 @@ def build_optimizer(
 def _install_adamw() -> None:
     """Use `GroupStepAdamW` in place of apex's FusedAdam, also where apex or Transformer Engine is installed.
 
-    Megatron's own norm waits for the GPU once for each tensor.
+    Megatron's own norm waits for the GPU once for each tensor, and its copy to the model is one launch for each.
     """
     clip_grads.l2_norm_impl = _l2_norm
     clip_grads.multi_tensor_applier = local_multi_tensor_applier
@@ -123,6 +124,7 @@ def _install_adamw() -> None:
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True
+    distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params = _copy_main_params
 
 
 def _l2_norm(
@@ -131,6 +133,19 @@ def _l2_norm(
     """Return the [1] float32 norm of all tensors together, with the signature of apex's kernel."""
     del chunk_size, overflow, per_tensor
     return total_norm(tensors[0]).float().reshape(1), None
+
+
+def _copy_main_params(optimizer: distrib_optimizer.DistributedOptimizer) -> None:
+    """Cast this rank's main weights into the buffers that `start_param_sync` gathers, all in one launch."""
+    mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+    targets: list[Tensor] = []
+    for param in chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups):
+        span = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+        buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+        data = optimizer.buffers[buffer].buckets[bucket].param_data.detach()
+        targets.append(data.view(-1)[span.start : span.end])
+    if targets:
+        torch._foreach_copy_(targets, [*chain(*mains)])
 
 
 class VectorGrads:
