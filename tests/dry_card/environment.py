@@ -85,7 +85,7 @@ def environment(cards: int = 1, gib: float = 8.0, **settings: object) -> dict[st
     env |= {"DRY_CARD_MACHINE": uuid.uuid4().hex[:12], "DRY_CARD_VALUES": "1"} | os.environ
     settings |= {"count": cards, "gib": gib, "build": built}
     env |= {f"DRY_CARD_{name.upper()}": str(value) for name, value in settings.items()}
-    if env["DRY_CARD_VALUES"] == "1":  # The kernels that a compiler makes have no values.
+    if env["DRY_CARD_VALUES"] == "1":  # What is compiled for a card computes nothing.
         env = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_FUSED_MOE_GROUPED_TOPK": "0"} | env
     env |= {"TRITON_LIBCUDA_PATH": str(built), "VLLM_NCCL_SO_PATH": library, "VLLM_CUDART_SO_PATH": library}
     first = {"PYTHONPATH": f"{HERE / 'hooks'}:{ROOT}", "LD_LIBRARY_PATH": built, "PATH": HERE / "bin"}

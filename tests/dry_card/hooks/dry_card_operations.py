@@ -204,6 +204,25 @@ def after_torch() -> None:
             register(f"aten::{name}", partial(convolve, name))
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
+        if os.environ.get("TORCHDYNAMO_DISABLE") == "0":
+            adapt_inductor()
+
+
+def adapt_inductor() -> None:
+    """Give values to the functions of CUDA's library that Inductor's kernels call; Triton's interpreter has none."""
+    import numpy as np
+    import triton.language as tl
+    from triton.language.extra import libdevice
+    from triton.runtime.interpreter import TensorHandle
+
+    def on_arrays(compute: Callable[..., Any], x: Any, *more: Any) -> Any:
+        values = compute(*(part.handle.data for part in (x, *more))).astype(x.handle.data.dtype)
+        return tl.core.tensor(TensorHandle(values, x.handle.dtype), x.type)
+
+    for name in ("exp", "log", "sqrt", "tanh", "log1p", "expm1", "floor"):
+        setattr(libdevice, name, partial(on_arrays, getattr(np, name)))
+    libdevice.rsqrt = partial(on_arrays, lambda x: 1 / np.sqrt(x))
+    libdevice.pow = partial(on_arrays, np.power)
 
 
 # ---- vLLM in eager mode
