@@ -45,7 +45,7 @@ from gkd.loss.divergence import divergence_of, forward_kl
 from gkd.loss.divergence_slopes import value_and_slope
 from gkd.loss.row_kernels import RowKernels, pieces
 from gkd.loss.text_tables import Side, TeacherList, UnitTables
-from gkd.loss.token_loss import CANONICAL, PLAIN, TokenLosses, add_ends, sampled_losses
+from gkd.loss.token_loss import CANONICAL, PLAIN, TokenLosses, add_ends, sampled_losses_and_slope
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
 from gkd.text.byte_vocab import MARK, NO_BYTE, REST
 from gkd.text.targets import TextTargets
@@ -93,7 +93,7 @@ def text_losses(
     log_sum, mean, picked = local_statistics(logits, columns, kernels=kernels, temperature=temperature)
     log_sums, means, picked = sum_over_shards(shard, [log_sum, mean], picked)
     norm = log_sums.logsumexp(dim=-1)
-    losses, slope = _sampled(spec, targets, (picked[:, 0] - norm)[n_before:])
+    losses, slope = sampled_losses_and_slope(spec, targets, (picked[:, 0] - norm)[n_before:], None)
     shares = (log_sums - norm[:, None]).exp()
     losses.values["student_entropy"] = (shares * (norm[:, None] - means)).sum(dim=-1)[n_before:]
 
@@ -168,19 +168,6 @@ def _compared_positions(
         shares = torch.minimum(student.own_shares(common), teacher.own_shares(common))
         by_node = common & (shares >= SAFE_SHARE)
     return by_node, ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
-
-
-def _sampled(spec: LossSpec, targets: TokenTargets, student_sampled: Tensor) -> tuple[TokenLosses, Tensor]:
-    """Return the terms of the sampled tokens, and their derivative in the logprobs, [n]."""
-    student_sampled.requires_grad_()
-    with torch.enable_grad():
-        losses = sampled_losses(spec, targets, student_sampled, None)
-        total = losses.total.sum()
-    slope = torch.zeros_like(student_sampled)
-    if total.requires_grad:
-        (slope,) = torch.autograd.grad(total, student_sampled)
-    losses.total = losses.total.detach()
-    return losses, slope
 
 
 class _Model:
