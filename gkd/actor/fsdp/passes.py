@@ -35,7 +35,6 @@ from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
 from gkd.types import MicroBatch
 from teacher_server.vision.images import ImageError
-from teacher_server.vision.processor import ImageProcessor
 from teacher_server.vision.rows import Span, image_rows
 
 
@@ -125,7 +124,12 @@ def _check(
     check_before(loss, batch, micro_batches, needs_scores=needs_scores)
     if batch.cu_seqlens is not None and not model.packing:
         raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
-    check_images(model.image_processor, batch)
+    if batch.images:
+        if model.image_processor is None:
+            raise DataError("the student was built without a vision tower and got sequences with images")
+        with _as_data_error():  # the tokens of each sequence are those of its images
+            for (row, columns), images in zip(_spans(batch), batch.images, strict=True):
+                model.image_processor.check(batch.tokens[row, columns].numpy(), images)
 
 
 def forward(
@@ -159,16 +163,6 @@ def forward(
     tokens = batch.tokens.to(device)
     rows = batch.loss_index.to(device)
     return model(tokens, rows, position_ids=positions, pack=pack, **arguments)
-
-
-def check_images(processor: ImageProcessor | None, batch: MicroBatch) -> None:
-    """Check that the tokens of each sequence are those of its images. Raises DataError."""
-    if batch.images and processor is None:
-        raise DataError("the student was built without a vision tower and got sequences with images")
-    if processor is not None and batch.images:
-        with _as_data_error():
-            for (row, columns), images in zip(_spans(batch), batch.images, strict=True):
-                processor.check(batch.tokens[row, columns].numpy(), images)
 
 
 @contextmanager
