@@ -34,11 +34,6 @@ _BUT_PARAMS = (GRADS, OPTIMIZER)
 _CPU = torch.device("cpu")
 
 
-def _undiagnosed(phase: Phase) -> AbstractContextManager[None]:
-    """No-op context manager."""
-    return nullcontext()
-
-
 class OffloadController:
     """Move one rank's states to host memory and back; a strategy of `state_offload_manager`.
 
@@ -61,9 +56,9 @@ class OffloadController:
         *,
         automatic: bool,
         timeout_s: float,
-        diagnosed: Callable[[Phase], AbstractContextManager[None]] = _undiagnosed,
+        diagnosed: Callable[[Phase], AbstractContextManager[object]] = nullcontext,
         resident_bytes: Callable[[], int] = lambda: 0,
-        span: Callable[[Phase], AbstractContextManager[None]] = _undiagnosed,
+        span: Callable[[Phase], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._student = student
         self._device = device

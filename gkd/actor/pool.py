@@ -58,7 +58,6 @@ class ActorPool:
 
         Args:
             timeout_s: for the rendezvous with rank 0.
-            comparison: of the student with its teacher.
         """
         root = {"actor rank 0": self.workers[0].rendezvous.remote()}
         address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]

@@ -110,7 +110,6 @@ class ActorRank:
         Args:
             address: host and port of rank 0.
             run_dir: trainer.run_dir as an absolute path of the driver.
-            comparison: of the student with its teacher.
         """
         self._comparison = comparison
         self._log.info(self.placement(ask_driver=False).line())
@@ -224,9 +223,6 @@ class ActorRank:
             yield
 
 
-# Build the student of one rank from the settings, with the backend that actor.strategy names.
-
-
 def build_student(
     config: Config,
     layout: ParallelLayout,
@@ -237,13 +233,12 @@ def build_student(
     on_phase: Callable[[str], None],
     comparison: Comparison = SAME_TOKENS,
 ) -> Student:
-    """Build the student and load its weights. Collective.
+    """Build the student with the backend that actor.strategy names, and load its weights. Collective.
 
     Args:
         total_steps: optimizer steps of the whole run, at which the learning-rate schedule ends.
         collective_timeout_s: of the process groups that the backend creates.
-        on_phase: called with the name of each start-up phase.
-        comparison: of the student with its teacher.
+        on_phase, comparison: see `StudentArgs`.
     """
     actor = config.actor
     derived = config.derived
@@ -324,9 +319,6 @@ def _heads_of(folder: str, key: str, n_ranks: int = 1) -> Heads:
 
     dims = read_dims(read_config_json(folder, key))
     return Heads(dims.n_heads // n_ranks, max(1, dims.n_kv_heads // n_ranks), dims.head_dim)
-
-
-# Measure one rank's memory in each phase of its work, and diagnose out-of-memory errors.
 
 
 class RankMemory:

@@ -25,7 +25,6 @@ _NAMES = {
     "n_heads": ("num_attention_heads", "n_head", "num_heads"),
 }
 _FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-_EXPERT_NAMES = ("num_experts", "num_local_experts")
 
 # No model has more.
 _MAX_SIZE = 1 << 28
@@ -222,7 +221,7 @@ def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims |
     """Return None if every layer is dense. Raises ModelError: a size or a list of layers is not valid."""
     family = FAMILIES.get(model_type, OTHER)
     default = family.defaults
-    names = ("n_routed_experts", "num_local_experts") if family.sigmoid_router else _EXPERT_NAMES
+    names = ("n_routed_experts" if family.sigmoid_router else "num_experts", "num_local_experts")
     name = next((name for where in (config, default) for name in names if name in where), None)
     if name is None or (n := _optional(config, name, default.get(name, 0), or_zero=True)) == 0:
         return None
@@ -343,11 +342,7 @@ def check_context_split(cp: int, heads: Sequence[int], kv_heads: Sequence[int]) 
 def check_engine_split(
     tp: int, heads: Sequence[int], kv_heads: Sequence[int], columns: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raise ConfigError if `tp` ranks of an engine cannot split the student. Unknown counts are empty.
-
-    Args:
-        columns: columns of the MLPs, by kind.
-    """
+    """Raise ConfigError if `tp` ranks of an engine cannot split the student. Unknown counts are empty."""
     for what, counts in {"attention heads": heads, **columns}.items():
         for count in counts:
             if count % tp:
@@ -372,10 +367,6 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
 
     The load-balancing loss of a mixture of experts (router_aux_loss_coef) is not a part of distillation. The loss is
     the configured divergence alone, as in transformers without output_router_logits; a config that sets it is refused.
-
-    Args:
-        config_json: the file's content, or a transformers config as a dictionary.
-        where: names the file in the error.
 
     Raises:
         ModelError: the architecture or a feature is not supported; names it.
@@ -426,8 +417,21 @@ def check_megatron_support(config_json: Mapping[str, Any], where: str = "config.
             f"{'; yarn with mscale = mscale_all_dim, and llama_4_scaling_beta' * family.scales_queries}.",
             _OTHER_BACKEND,
         )
-    if read_dims(config_json).moe is not None:
-        _check_router(config_json, where)
+    moe = read_dims(config_json).moe
+    if moe is None:
+        return
+    if config_json.get("output_router_logits"):
+        raise ModelError(
+            f"{where}: output_router_logits = True adds the router's load-balancing loss, which distillation does not "
+            "have.",
+            "set output_router_logits to false in config.json.",
+        )
+    if moe.n_active == 1 and moe.normalize_weights:
+        raise ModelError(
+            f"{where}: norm_topk_prob = True with num_experts_per_tok = 1 weights every expert with 1, so its router "
+            "cannot learn.",
+            "choose another model." if family.normalizes_experts else "set norm_topk_prob to false in config.json.",
+        )
 
 
 def _computes_rope(family: Family, rope: Mapping[str, Any]) -> bool:
@@ -439,21 +443,3 @@ def _computes_rope(family: Family, rope: Mapping[str, Any]) -> bool:
     has_scale = isinstance(rope.get("llama_4_scaling_beta"), int | float)
     has_scale = has_scale and _is_size(rope.get("original_max_position_embeddings"))
     return has_scale and (kind in ROPE_TYPES or (kind == "yarn" and is_plain == 1))
-
-
-def _check_router(config_json: Mapping[str, Any], where: str) -> None:
-    if config_json.get("output_router_logits"):
-        raise ModelError(
-            f"{where}: output_router_logits = True adds the router's load-balancing loss, which distillation does not "
-            "have.",
-            "set output_router_logits to false in config.json.",
-        )
-    moe = read_dims(config_json).moe
-    if moe is not None and moe.n_active == 1 and moe.normalize_weights:
-        raise ModelError(
-            f"{where}: norm_topk_prob = True with num_experts_per_tok = 1 weights every expert with 1, so its router "
-            "cannot learn.",
-            "choose another model."
-            if FAMILIES[config_json["model_type"]].normalizes_experts
-            else "set norm_topk_prob to false in config.json.",
-        )

@@ -8,7 +8,7 @@ stored gradients.
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,23 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gkd.loss.row_kernels import statistics_dtype
-from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 
-
-class ChunkLoss(Protocol):
-    """The parts of `DistillLoss` that the functions below use."""
-
-    shard: VocabShard
-
-    @property
-    def report_names(self) -> tuple[str, ...]: ...
-
-    def chunks(self, targets: TokenTargets, n_rows: int, step: int) -> list[tuple[int, slice]]: ...
-
-    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor: ...
-
-    def rows_per_chunk(self, n_columns: int, itemsize: int) -> int: ...
+if TYPE_CHECKING:
+    from gkd.loss.distill_loss import DistillLoss
 
 
 class HeadLoss(torch.autograd.Function):
@@ -44,7 +31,7 @@ class HeadLoss(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         targets: TokenTargets,
-        loss: ChunkLoss,
+        loss: DistillLoss,
         reduce_hidden_grad: bool,
         head_grad_sum: Tensor | None,
         bias: Tensor | None,
@@ -131,7 +118,7 @@ class LogitsLoss(torch.autograd.Function):
     """The loss of existing logits; see `DistillLoss.from_logits`."""
 
     @staticmethod
-    def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: DistillLoss) -> tuple[Tensor, Tensor]:
         (with_grad, *_) = ctx.needs_input_grad
         targets = targets.on(logits_local.device)
         n_rows, v_local = logits_local.shape

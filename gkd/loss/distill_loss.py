@@ -231,8 +231,9 @@ class DistillLoss:
             if chunk.weights is not None and with_grad:
                 logits.mul_(chunk.weights[:, None])
             return self._sums(losses, chunk)
-        ids = _picked_ids(chunk)
-        n_listed = _n_listed(chunk)
+        sampled = chunk.sampled_ids[:, None]  # the last of the ids whose logprobs the losses use
+        ids = sampled if chunk.topk_ids is None else torch.cat([chunk.topk_ids, sampled], dim=1)
+        n_listed = ids.shape[1] - 1
         temperature = self.spec.temperature
         rows_out = row_logprobs(
             logits, ids, self.shard, kernels=self.kernels, n_listed=n_listed, temperature=temperature
@@ -296,7 +297,7 @@ class DistillLoss:
         return max(1, self.chunk_bytes // max(1, row))
 
     def _from_table(self, rows: RowLogprobs, targets: TokenTargets, logits: Tensor) -> TokenLosses:
-        """Compute the losses from the student's logprobs of `_picked_ids`; `logits` are for `with_support` alone."""
+        """Compute the losses from the logprobs of `chunk`'s ids; `logits` are for `with_support` alone."""
         has_list = targets.topk_ids is not None
         student_topk = rows.logprobs[:, :-1] if has_list else None
         sampled = rows.logprobs[:, -1]
@@ -341,74 +342,48 @@ class DistillLoss:
         if self.on_choices is not None and losses.choices is not None:
             self.on_choices(losses.choices)
         sums = table.double().sum(dim=0)
-        groups = [(targets.routes, len(self.spec.domains)), (targets.turns, self.spec.turns)]
         zeros = torch.zeros_like(losses.total)
         columns = torch.stack([zeros + 1, values.get("token_kl", zeros), values["total"]], dim=1).double()
-        for group, n in groups:
+        for group, n in ((targets.routes, len(self.spec.domains)), (targets.turns, self.spec.turns)):
             if n:
                 assert group is not None  # checked
-                is_of = torch.nn.functional.one_hot(group.clamp(max=n - 1), n).double()
+                is_of = F.one_hot(group.clamp(max=n - 1), n).double()
                 sums = torch.cat([sums, (is_of.T @ columns).flatten()])
         return sums
 
     def check(self, targets: TokenTargets) -> None:
         """Check targets before a forward pass, which is a collective that other ranks would hang in.
 
+        `gkd.data.batching.check_batch` has checked the teacher's tables; here it is their presence.
+
         Raises:
             NumericsError: a sampled token is outside the vocabulary.
             DataError: a required table or the teacher's LM head is missing.
         """
-        check_targets(self, targets)
-
-
-def _picked_ids(targets: TokenTargets) -> Tensor:
-    """Return [n, K + 1] ids whose logprobs the losses use: the top-k ids, then the sampled id."""
-    sampled = targets.sampled_ids[:, None]
-    return sampled if targets.topk_ids is None else torch.cat([targets.topk_ids, sampled], dim=1)
-
-
-def _n_listed(targets: TokenTargets) -> int:
-    return 0 if targets.topk_ids is None else targets.topk_ids.shape[1]
-
-
-# Check the targets of a micro-batch before a forward pass, which is a collective that other ranks would hang in.
-# `gkd.data.batching.check_batch` has checked the teacher's tables; here it is their presence.
-
-
-def check_targets(loss: DistillLoss, targets: TokenTargets) -> None:
-    """Raise as `DistillLoss.check`."""
-    loss.shard.check(targets.sampled_ids)
-    if len(targets) == 0:  # a rank without data; its tables may be missing
-        return
-    spec = loss.spec
-    needs = {
-        "reference_logprobs": spec.has_reference,
-        "advantages": spec.has_rewards,
-        "routes": bool(spec.domains),
-        "turns": spec.turns > 0,
-        "sequences": spec.token_weight != "none",
-    }
-    for name, is_needed in needs.items():
-        if is_needed and getattr(targets, name) is None:
-            raise DataError(f"the loss needs {name}, and the micro-batch has none")
-    if loss.is_full_vocab:
-        _check_distribution(loss, targets)
-        return
-    for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
-        if signal in loss.signals and table is None:
-            raise DataError(f"the loss needs the teacher's {signal!r} table, and the micro-batch has none")
-
-
-def _check_distribution(loss: DistillLoss, targets: TokenTargets) -> None:
-    hidden = targets.hidden
-    logits = targets.logits
-    head = loss.teacher_head
-    if hidden is not None:
-        if head is None:
-            raise DataError("the teacher sent hidden states, but its LM head is not set (set_teacher_head)")
-    elif logits is None:
-        names = " and ".join(map(repr, loss.signals))
-        raise DataError(f"the loss needs the teacher's {names}, and the micro-batch has none")
+        self.shard.check(targets.sampled_ids)
+        if len(targets) == 0:  # a rank without data; its tables may be missing
+            return
+        spec = self.spec
+        needs = {
+            "reference_logprobs": spec.has_reference,
+            "advantages": spec.has_rewards,
+            "routes": bool(spec.domains),
+            "turns": spec.turns > 0,
+            "sequences": spec.token_weight != "none",
+        }
+        for name, is_needed in needs.items():
+            if is_needed and getattr(targets, name) is None:
+                raise DataError(f"the loss needs {name}, and the micro-batch has none")
+        if self.is_full_vocab:
+            if targets.hidden is not None and self.teacher_head is None:
+                raise DataError("the teacher sent hidden states, but its LM head is not set (set_teacher_head)")
+            if targets.hidden is None and targets.logits is None:
+                names = " and ".join(map(repr, self.signals))
+                raise DataError(f"the loss needs the teacher's {names}, and the micro-batch has none")
+            return
+        for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
+            if signal in self.signals and table is None:
+                raise DataError(f"the loss needs the teacher's {signal!r} table, and the micro-batch has none")
 
 
 @torch.no_grad()

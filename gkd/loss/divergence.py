@@ -112,7 +112,8 @@ def outcome_tables(
         return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)
     if tail == "drop":
         return log_q, log_p
-    outside = tail_logprob(log_p) if tail_mass is None else _floored_log(tail_mass.to(log_q.dtype))
+    eps = torch.finfo(log_q.dtype).eps  # as in `tail_logprob`: both sides agree if the list is the whole vocabulary
+    outside = tail_logprob(log_p) if tail_mass is None else tail_mass.to(log_q.dtype).clamp(min=eps).log()
     if log_q_tail is None:
         log_q_tail = tail_logprob(log_q)
     else:  # a list of the whole vocabulary leaves no tail
@@ -129,11 +130,6 @@ def tail_logprob(topk_logprobs: Tensor) -> Tensor:
     """
     mass = topk_logprobs.exp().sum(dim=-1)
     return torch.log1p(-mass.clamp(max=1.0 - torch.finfo(mass.dtype).eps))
-
-
-def _floored_log(mass: Tensor) -> Tensor:
-    # The same floor as in `tail_logprob`, so that both sides agree if the list is the whole vocabulary.
-    return mass.clamp(min=torch.finfo(mass.dtype).eps).log()
 
 
 def _x_log_ratio(log_x: Tensor, log_y: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from gkd.config.loss_spec import LossSpec
 from gkd.loss.choices import full_vocab_choices
 from gkd.loss.divergence_slopes import forward_kl, value_and_slope
 from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
-from gkd.loss.token_loss import PLAIN, TokenLosses, add_divergences, sampled_losses
+from gkd.loss.token_loss import PLAIN, TokenLosses, add_divergences, sampled_losses_and_slope
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
 from gkd.types import TokenTargets
 
@@ -57,14 +57,7 @@ def full_vocab_losses(
     norm_q = log_sums_q.logsumexp(dim=-1)
     norm_p = log_sums_p.logsumexp(dim=-1)
 
-    student_sampled = (picked[:, 0] - norm_q).requires_grad_()
-    with torch.enable_grad():
-        losses = sampled_losses(spec, targets, student_sampled, picked[:, 1] - norm_p)
-        total = losses.total.sum()
-    slope = torch.zeros_like(norm_q)
-    if with_grad and total.requires_grad:
-        (slope,) = torch.autograd.grad(total, student_sampled)
-    losses.total = losses.total.detach()
+    losses, slope = sampled_losses_and_slope(spec, targets, picked[:, 0] - norm_q, picked[:, 1] - norm_p)
     if with_choices:
         losses.choices = full_vocab_choices(logits, teacher_logits, norm_q, norm_p, temperature, shard)
 

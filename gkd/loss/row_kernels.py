@@ -146,15 +146,14 @@ def statistics_dtype(logits: Tensor) -> torch.dtype:
 
 def row_kernels(device: torch.device) -> RowKernels:
     """Return the kernels of a device: Triton's on CUDA, else torch's. Raises ConfigError: no triton on CUDA."""
-    kernels: RowKernels = TorchRows()
-    if device.type == "cuda":
-        try:
-            from gkd.loss.triton_rows import TritonRows
-        except ImportError as error:
-            problem = f"triton, which computes the losses there, cannot be imported ({error})."
-            raise ConfigError("trainer.device", "cuda", problem, "install triton.") from error
-        kernels = TritonRows()
-    return kernels
+    if device.type != "cuda":
+        return TorchRows()
+    try:
+        from gkd.loss.triton_rows import TritonRows
+    except ImportError as error:
+        problem = f"triton, which computes the losses there, cannot be imported ({error})."
+        raise ConfigError("trainer.device", "cuda", problem, "install triton.") from error
+    return TritonRows()
 
 
 def pieces(logits: Tensor) -> list[slice]:

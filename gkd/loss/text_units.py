@@ -45,7 +45,7 @@ from gkd.loss.divergence import divergence_of, forward_kl
 from gkd.loss.divergence_slopes import value_and_slope
 from gkd.loss.row_kernels import RowKernels, pieces
 from gkd.loss.text_tables import Side, TeacherList, UnitTables
-from gkd.loss.token_loss import CANONICAL, PLAIN, TokenLosses, add_ends, sampled_losses
+from gkd.loss.token_loss import CANONICAL, PLAIN, TokenLosses, add_ends, sampled_losses_and_slope
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
 from gkd.text.byte_vocab import MARK, NO_BYTE, REST
 from gkd.text.targets import TextTargets
@@ -93,7 +93,7 @@ def text_losses(
     log_sum, mean, picked = local_statistics(logits, columns, kernels=kernels, temperature=temperature)
     log_sums, means, picked = sum_over_shards(shard, [log_sum, mean], picked)
     norm = log_sums.logsumexp(dim=-1)
-    losses, slope = _sampled(spec, targets, (picked[:, 0] - norm)[n_before:])
+    losses, slope = sampled_losses_and_slope(spec, targets, (picked[:, 0] - norm)[n_before:], None)
     shares = (log_sums - norm[:, None]).exp()
     losses.values["student_entropy"] = (shares * (norm[:, None] - means)).sum(dim=-1)[n_before:]
 
@@ -119,12 +119,11 @@ def text_losses(
     begins = torch.zeros(n, dtype=torch.int64, device=logits.device) - 1  # position at which a token of each begins
     begins[rows[text.is_common]] = torch.nonzero(text.is_common).flatten()
     is_paired = torch.zeros_like(norm[n_before:]).index_fill_(0, rows, 1.0)
+    # Rows of which a list cannot tell any position agree as little as those without a pair.
+    otherwise = is_paired.index_fill(0, rows[by_text], 0.0)
     losses.values |= {
         "token_kl": token_kl,
-        # Rows of which a list cannot tell any position agree as little as those without a pair.
-        "overlap": torch.where(
-            n_compared > 0, overlap / n_compared.clamp(min=1.0), is_paired.index_fill(0, rows[by_text], 0.0)
-        ),
+        "overlap": torch.where(n_compared > 0, overlap / n_compared.clamp(min=1.0), otherwise),
         PAIRED: is_paired,
         BY_NODES: torch.zeros_like(is_paired).index_fill_(0, rows[by_node], 1.0),
         CANONICAL: text.canonical.to(norm.dtype),
@@ -170,19 +169,6 @@ def _compared_positions(
     return by_node, ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
 
 
-def _sampled(spec: LossSpec, targets: TokenTargets, student_sampled: Tensor) -> tuple[TokenLosses, Tensor]:
-    """Return the terms of the sampled tokens, and their derivative in the logprobs, [n]."""
-    student_sampled.requires_grad_()
-    with torch.enable_grad():
-        losses = sampled_losses(spec, targets, student_sampled, None)
-        total = losses.total.sum()
-    slope = torch.zeros_like(student_sampled)
-    if total.requires_grad:
-        (slope,) = torch.autograd.grad(total, student_sampled)
-    losses.total = losses.total.detach()
-    return losses, slope
-
-
 class _Model:
     """One model's probabilities at the rows of a chunk, and sums over them.
 
@@ -222,7 +208,7 @@ class _Model:
             self.sums.div_(total)
             p.div_(total)
         self.grad_sums = torch.zeros_like(self.sums)  # derivative of the losses in the sums
-        self._asked: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # state of the last `masses`
+        self._asked: tuple[Tensor, Tensor, Tensor] | None = None  # state of the last `masses`
         self._grad_masses = self._masses = p.new_zeros((0, _OUTCOMES))
 
     def own_shares(self, where: Tensor) -> Tensor:
@@ -267,7 +253,7 @@ class _Model:
         bounds = self._side.bounds[place]
         untold = ~begins & (depth >= self._side.lengths[ids])  # bytes behind the string of a unit
         bounds = torch.where((self.is_first[positions] | (depth == 0) | untold)[:, None], 0, bounds)
-        self._asked = rows, depth, bounds, positions
+        self._asked = rows, depth, bounds
         out = self._p.new_zeros(len(positions) * _OUTCOMES)
         for asked, columns, places in self._entries(bounds, self._side.columns):
             slot = self._slots(asked, places, depth)
@@ -298,7 +284,7 @@ class _Model:
         total = (self.grad_sums * self.sums).sum(dim=1)
         grad = self.grad_sums.index_select(1, self._side.node)
         if self._asked is not None and len(self._grad_masses):
-            rows, depth, bounds, _ = self._asked
+            rows, depth, bounds = self._asked
             total.index_add_(0, rows.clamp(min=0), (self._grad_masses * self._masses).sum(dim=1))
             flat = grad.view(-1)
             flat_grad = self._grad_masses.reshape(-1)

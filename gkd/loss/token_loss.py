@@ -250,6 +250,21 @@ def sampled_losses(
     return losses
 
 
+def sampled_losses_and_slope(
+    spec: LossSpec, targets: TokenTargets, student_sampled: Tensor, teacher_sampled: Tensor | None
+) -> tuple[TokenLosses, Tensor]:
+    """Return `sampled_losses` without gradient, and the derivative of their sum in the student's logprobs, [N]."""
+    student_sampled.requires_grad_()
+    with torch.enable_grad():
+        losses = sampled_losses(spec, targets, student_sampled, teacher_sampled)
+        total = losses.total.sum()
+    slope = torch.zeros_like(student_sampled)
+    if total.requires_grad:
+        (slope,) = torch.autograd.grad(total, student_sampled)
+    losses.total = losses.total.detach()
+    return losses, slope
+
+
 def add_divergences(losses: TokenLosses, spec: LossSpec, divergences: Tensor) -> Tensor:
     """Add the weighted sum of the divergences of each token, [N], limited to distill.token_clip.
 

@@ -75,14 +75,6 @@ def _factors(raw: Tensor, share: float) -> Tensor:
     return len(raw) * (raw * kept / total if total > 0 else kept / n_kept)
 
 
-def _entropy(entropy: Tensor) -> Tensor:
-    return entropy.clamp(min=0.0)  # may be negative by rounding
-
-
-def _teachability(kl: Tensor, support_mass: Tensor) -> Tensor:
-    return _normed(kl) * _normed(support_mass)
-
-
 def _position(log_ratio: Tensor) -> Tensor:
     before = torch.cat([log_ratio.new_zeros(1), log_ratio.abs().cumsum(0)[:-1]])
     return 1.0 + GAIN * (1.0 - before / before[-1] if before[-1] > 0 else torch.ones_like(before))
@@ -96,7 +88,11 @@ def _normed(values: Tensor) -> Tensor:
     return ((values - low) / (high - low)).clamp(0.0, 1.0)
 
 
-RAW: dict[str, Callable[..., Tensor]] = {"entropy": _entropy, "teachability": _teachability, "position": _position}
+RAW: dict[str, Callable[..., Tensor]] = {
+    "entropy": lambda entropy: entropy.clamp(min=0.0),  # may be negative by rounding
+    "teachability": lambda kl, support_mass: _normed(kl) * _normed(support_mass),
+    "position": _position,
+}
 NEEDS: dict[str, tuple[str, ...]] = {
     "entropy": ("student_entropy",),
     "teachability": ("token_kl", SUPPORT_MASS),

@@ -71,13 +71,10 @@ class HostBuffer:
         self.mark = 0
 
 
-# Page-lock host memory that CUDA did not allocate, so that copies from and to a GPU are fast and asynchronous.
-#
-# Such memory must stay mapped until it is unlocked, or until the process ends.
-
-
 def page_lock(block: Tensor) -> None:
-    """Register the memory of a contiguous tensor with CUDA.
+    """Register the memory of a contiguous tensor with CUDA, so that copies from and to a GPU are fast and asynchronous.
+
+    It must stay mapped until it is unlocked, or until the process ends.
 
     Raises:
         MemoryError: CUDA refuses it; CUDA's own message would be classified as another error.
@@ -85,16 +82,11 @@ def page_lock(block: Tensor) -> None:
     try:
         pin_memory(block.data_ptr(), block.nbytes)
     except RuntimeError as error:
-        _clear_error()
+        with suppress(RuntimeError):  # clear CUDA's last error, which torch would report at the next kernel
+            torch.ones(1, device="cuda")
         raise MemoryError(f"Unable to allocate {block.nbytes} bytes of {PINNED} (in one block; {error})") from error
 
 
 def page_unlock(block: Tensor) -> None:
     """Undo `page_lock`. Copies from and to the memory must have ended."""
     unpin_memory(block.data_ptr())
-
-
-def _clear_error() -> None:
-    """Clear CUDA's last error, which torch leaves behind here and would report at the next kernel."""
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")

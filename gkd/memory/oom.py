@@ -42,7 +42,6 @@ def diagnosed(
 
     Args:
         folder: for the snapshot of torch's CUDA allocator; created when needed.
-        device: of the rank.
         who: name of the rank, such as "actor rank 0".
         advice: returns what to change, one line each; called with True if the memory of a GPU is short.
         states: returns the bytes on the device by kind of state.

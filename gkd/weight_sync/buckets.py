@@ -104,17 +104,12 @@ def word_sum(data: torch.Tensor) -> int:
     n_factors = -(-min(data.numel(), _SUMMED_BYTES) // 8)
     factors = torch.arange(n_factors, device=data.device).mul_(_FACTOR).bitwise_or_(1)
     for part in data.split(_SUMMED_BYTES):
-        words = _words(part)
+        rest = -part.numel() % 8  # zeros behind the end of the last part
+        words = (torch.nn.functional.pad(part, (0, rest)) if rest else part).view(torch.int64)
         scales = factors[: len(words)]
         # torch.dot needs no memory for the terms, and has no integers on a GPU.
         total = total * _FACTOR + (torch.dot(scales, words) if data.device.type == "cpu" else (scales * words).sum())
     return int(total) % (1 << 64)
-
-
-def _words(part: torch.Tensor) -> torch.Tensor:
-    """Return the int64 words of a uint8 tensor, with zeros behind its end."""
-    rest = -part.numel() % 8
-    return (torch.nn.functional.pad(part, (0, rest)) if rest else part).view(torch.int64)
 
 
 def digest(tensor: torch.Tensor, device: torch.device | None = None) -> str:

@@ -181,9 +181,3 @@ def copy_shared(handle: bytes, buffer: torch.Tensor) -> None:
             f"weight_sync.transport = ipc: the sender's memory cannot be opened: {error}. "
             "Fix: weight_sync.transport = gloo"
         ) from error
-
-
-def collect(device: torch.device) -> None:
-    """Let the allocator reuse memory that was shared and that no process has open any more."""
-    if device.type == "cuda":
-        torch.cuda.ipc_collect()

@@ -20,7 +20,7 @@ from gkd.config.schema_rollout import IPC
 from gkd.errors import WeightSyncError
 from gkd.weight_sync.buckets import Bucket, digest, layout
 from gkd.weight_sync.group import TransferGroup
-from gkd.weight_sync.segment import Segment, collect
+from gkd.weight_sync.segment import Segment
 
 
 def send(
@@ -59,8 +59,8 @@ def send(
         return _send_filled(group, buckets, filled, hosts, kept, with_digests=with_digests)
     finally:
         del filled
-        if group.transport == IPC:
-            collect(group.device)
+        if group.transport == IPC and group.device.type == "cuda":
+            torch.cuda.ipc_collect()  # memory that was shared and that no process has open any more
 
 
 @contextmanager

@@ -25,10 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from gkd.errors import ConfigError
 
-# Supported by the flash kernels behind varlen_attn.
-_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
-_VARLEN_MAX_HEAD_DIM = 256
-_VARLEN_HEAD_DIM_STEP = 8
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # supported by the flash kernels behind varlen_attn
 
 
 class Scores(NamedTuple):
@@ -191,12 +188,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
 
 def _has_varlen_kernel(q: Tensor) -> bool:
     head_dim = q.shape[-1]
-    return (
-        q.is_cuda
-        and q.dtype in _VARLEN_DTYPES
-        and head_dim <= _VARLEN_MAX_HEAD_DIM
-        and head_dim % _VARLEN_HEAD_DIM_STEP == 0
-    )
+    return q.is_cuda and q.dtype in _VARLEN_DTYPES and head_dim <= 256 and head_dim % 8 == 0
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None, scores: Scores) -> Tensor:

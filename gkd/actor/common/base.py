@@ -47,11 +47,6 @@ log = get_logger("loss")
 ADAPTER_FOLDER = "adapter"  # subfolder of an export
 
 
-def no_phase(phase: str) -> None:
-    """Ignore a start-up phase; for a student that is built where progress is not reported."""
-    del phase
-
-
 class StudentArgs(TypedDict, total=False):
     """Constructor arguments of both backends."""
 
@@ -68,7 +63,7 @@ class StudentArgs(TypedDict, total=False):
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
     fused_lm_head: bool
     n_vocab: int  # logits of ids from this one on are masked. Default: 0 masks only padding for tensor parallelism
-    on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: `no_phase`
+    on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: nothing is
 
 
 class Student(ABC):
@@ -253,11 +248,10 @@ class Student(ABC):
             for name, shape, dtype in plan:
                 exported = next(stage_tensors, None)
                 # The broadcast overwrites the tensors of the stage's other ranks with equal ones.
-                tensor = (
-                    torch.empty(shape, dtype=dtype, device=self.device)
-                    if exported is None
-                    else exported[1].contiguous()
-                )
+                if exported is None:
+                    tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                else:
+                    tensor = exported[1].contiguous()
                 dist.broadcast(tensor, src=first)
                 yield name, tensor
                 del exported, tensor  # before the next one is gathered
@@ -287,11 +281,8 @@ class Student(ABC):
         source = Path(source_dir)
         lora = self.lora
         plans = self.stage_plans()
-        self._write(
-            self.export_whole(plans),
-            out,
-            lambda tensors: write_folder(tensors, plans, out, source, max_shard_bytes, stop_ids),
-        )
+        whole = self.export_whole(plans)
+        self._write(whole, out, lambda tensors: write_folder(tensors, plans, out, source, max_shard_bytes, stop_ids))
         if lora is not None:
             factors = self.stage_plans("adapters")
             plan = list(chain(*factors))

@@ -47,7 +47,7 @@ def write_folder(
 
     Args:
         tensors: the tensors of `plans`, in their order, on any device; written one at a time.
-        plans: (HF name, shape, dtype) by pipeline stage.
+        plans: by pipeline stage.
         max_shard_bytes: a file is closed before it would grow past this size.
         stop_ids: tokens that end a response besides the source's; they become `eos_token_id`s of the folder, too.
 
@@ -209,11 +209,7 @@ _ALIGN_BYTES = 8  # alignment of the first tensor, so that a mapped file can be 
 
 
 def safetensors_start(plan: Iterable[TensorPlan], metadata: dict[str, str]) -> bytes:
-    """Return the start of a file with these tensors: 8 bytes of length and the JSON, padded so that data are aligned.
-
-    Args:
-        plan: (name, shape, dtype) of each tensor, in their order.
-    """
+    """Return the start of a file with these tensors: 8 bytes of length and JSON, padded so that data are aligned."""
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, shape, dtype in plan:
@@ -229,7 +225,6 @@ def write_safetensors(path: Path, plan: Sequence[TensorPlan], tensors: Iterable[
     """Write the file `path`; at most one tensor is copied at a time, and no reference is kept.
 
     Args:
-        plan: (name, shape, dtype) of each tensor in the file.
         tensors: on any device; the first `len(plan)` are consumed.
 
     Raises:

@@ -94,9 +94,6 @@ class BackgroundWriter:
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
         """Return the files of the save and their digests, or None while it is in progress; repeatable.
 
-        Args:
-            wait: block until the save has finished.
-
         Raises:
             CheckpointError: the save failed, or none was started.
         """

@@ -283,22 +283,18 @@ def restore_rng(states: Mapping[str, Tensor], source: str | Path) -> None:
         CheckpointError: `states` is not a result of `rng_state`.
     """
     try:
-        _restore_generators(states)
+        version, internal, gauss_next = _decoded(states["python"])
+        random.setstate((version, tuple(internal), gauss_next))
+        numpy = _decoded(states["numpy"])
+        numpy["state"]["key"] = np.array(numpy["state"]["key"], np.uint32)
+        np.random.set_state(numpy)
+        torch.set_rng_state(states["torch"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{source}: the random generators cannot be restored: {type(error).__name__}: {error}"
         ) from error
-
-
-def _restore_generators(states: Mapping[str, Tensor]) -> None:
-    version, internal, gauss_next = _decoded(states["python"])
-    random.setstate((version, tuple(internal), gauss_next))
-    numpy = _decoded(states["numpy"])
-    numpy["state"]["key"] = np.array(numpy["state"]["key"], np.uint32)
-    np.random.set_state(numpy)
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _encoded(state: Any) -> Tensor:

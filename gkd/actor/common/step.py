@@ -193,11 +193,10 @@ def check_micro_batch(batch: MicroBatch, *, needs_scores: bool = True) -> None:
     # Attention is causal over columns and rotary embeddings count columns, of a row or of a packed sequence.
     if batch.cu_seqlens is not None:
         _check_pack(batch, batch.cu_seqlens)
-    else:
-        if not torch.equal(batch.position_ids, torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)):
-            raise DataError(
-                "position_ids are not column indices: without cu_seqlens, sequences must be padded on the right"
-            )
+    elif not torch.equal(batch.position_ids, torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)):
+        raise DataError(
+            "position_ids are not column indices: without cu_seqlens, sequences must be padded on the right"
+        )
     if needs_scores and (batch.targets is None or len(batch.targets) != n_rows):
         n_targets = 0 if batch.targets is None else len(batch.targets)
         raise DataError(f"a micro-batch has {n_rows} loss rows, and targets for {n_targets}")

@@ -55,22 +55,10 @@ class FrozenModels:
 
     def init_reference(self) -> None:
         """Build the reference. Raises as `FrozenModel` and `Follower`."""
-        from gkd.actor.frozen.model import FrozenModel
-
         config = self._config
-        actor = self._config.actor
-        derived = self._config.derived
-        self._reference = FrozenModel(
-            derived.reference_folder,
-            device=self._device,
-            dtype=getattr(torch, config.model.dtype),
-            key="reference.path" if config.reference.path else "model.path",
-            cpu_offload=config.reference.fsdp_cpu_offload,
-            packing=actor.packs,
-            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
-            trust_remote_code=config.model.trust_remote_code,
-            vision=derived.vision,
-        )
+        derived = config.derived
+        key = "reference.path" if config.reference.path else "model.path"
+        self._reference = _built(config, self._device, derived.reference_folder, key, derived.max_sequence_length)
         self._followers.append(Follower(self._reference, self._student, weight_updates(config.reference)))
 
     def reference_logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -154,33 +142,17 @@ class LocalTeacher:
     """
 
     def __init__(self, config: Config, student: Student, device: torch.device) -> None:
-        from gkd.actor.frozen.model import FrozenModel
-
-        teacher = config.teacher
-        actor = config.actor
         self._student = student
         self._comparison = student.comparison
         self._n_vocab = student.comparison.n_listed or student.n_vocab
         derived = config.derived
-        updates = weight_updates(teacher)
-        self.model = FrozenModel(
-            teacher.path,
-            device=device,
-            dtype=getattr(torch, config.model.dtype),
-            key="teacher.path",
-            cpu_offload=teacher.fsdp_cpu_offload,
-            packing=actor.packs,
-            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_teacher_length,
-            float32_weights=updates.ema > 0.0,
-            trust_remote_code=config.model.trust_remote_code,
-            vision=derived.vision,
-        )
+        self.model = _built(config, device, config.teacher.path, "teacher.path", derived.max_teacher_length)
         self._signals = derived.signals
         self._n_student_ids = derived.n_student_ids
         # The top-k table also holds the logprobs of the response tokens.
         requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
         self._params = [self._score_params(config, signal) for signal in requested]
-        self.follower = Follower(self.model, student, updates, self._hand_over_head)
+        self.follower = Follower(self.model, student, weight_updates(config.teacher), self._hand_over_head)
         self._hand_over_head()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
@@ -223,6 +195,26 @@ class LocalTeacher:
             else:
                 fields[SIGNAL_FIELDS[params.signal]] = table
         return TeacherScores(**fields)
+
+
+def _built(config: Config, device: torch.device, folder: str, key: str, longest: int) -> FrozenModel:
+    """Return the model of the section that `key` belongs to, or else the reference. Raises as `FrozenModel`."""
+    from gkd.actor.frozen.model import FrozenModel
+
+    actor = config.actor
+    settings = config.teacher if key == "teacher.path" else config.reference
+    return FrozenModel(
+        folder,
+        device=device,
+        dtype=getattr(torch, config.model.dtype),
+        key=key,
+        cpu_offload=settings.fsdp_cpu_offload,
+        packing=actor.packs,
+        max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest,
+        float32_weights=weight_updates(settings).ema > 0.0,
+        trust_remote_code=config.model.trust_remote_code,
+        vision=config.derived.vision,
+    )
 
 
 class Follower:

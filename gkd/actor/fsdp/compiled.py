@@ -11,8 +11,8 @@ raises an error instead of running parts of a layer uncompiled, also when it mee
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from textwrap import shorten
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
-from gkd.actor.fsdp.attention import Pack, is_recurrent
+from gkd.actor.fsdp.attention import is_recurrent
 from gkd.actor.fsdp.model import LossModel, layer_list, passes_of, reshard
 from gkd.actor.fsdp.optim import local_grads
+from gkd.actor.fsdp.probe import logits_of_pack
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 
@@ -89,7 +90,7 @@ def compile_layers(root: LossModel, *, must: bool, packing: bool, dtype: torch.d
     for module, forward in zip(modules, plain_forward, strict=True):
         module.forward = forward
     reshard(root)
-    _forget_gradients(root)
+    root.zero_grad()
     if must:
         raise ConfigError("actor.compile", "on", f"the layers cannot be compiled: {why}.", "use auto or off.")
     log.warning("layers: not compiled: %s", why)
@@ -124,14 +125,9 @@ def _reason(error: Exception) -> str:
     return f"{type(cause).__name__}: {shorten(str(cause), 200)}"
 
 
-@contextmanager
-def uncompiled(*, when: bool) -> Iterator[None]:
+def uncompiled(*, when: bool) -> AbstractContextManager[object]:
     """Run the layers in the block uncompiled: one token alone would be another variant."""
-    if not when:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if when else nullcontext()
 
 
 def _parts(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
@@ -161,28 +157,18 @@ def _pass(root: LossModel, packing: bool, device: torch.device) -> tuple[list[Te
                     if with_gradients:
                         of_batch.float().log_softmax(-1)[:, ::7].mean().backward()
     gradients = local_grads([*root.parameters()])
-    _forget_gradients(root)
+    root.zero_grad()  # sets them to None
     return logits, gradients
-
-
-def _forget_gradients(root: LossModel) -> None:
-    for parameter in root.parameters():
-        parameter.grad = None
 
 
 def _logits(root: LossModel, lengths: Sequence[int], packing: bool, device: torch.device) -> Tensor:
     n_ids = min(int(root.hf.config.get_text_config().vocab_size), 1000)
     sizes = lengths if packing else [max(lengths)] * len(lengths)
     tokens = torch.arange(sum(sizes), device=device) * 7 % n_ids
-    rows = torch.arange(len(tokens), device=device)
-    if not packing:
-        padded: Tensor = root(tokens.view(len(sizes), -1), rows)
-        return padded
-    borders = torch.tensor([0, *sizes], device=device).cumsum(0).int()
-    positions = torch.cat([torch.arange(n, device=device) for n in sizes])
-    pack = Pack(borders, list(sizes), max(sizes))
-    packed: Tensor = root(tokens[None], rows, position_ids=positions[None], pack=pack)
-    return packed
+    if packing:
+        return logits_of_pack(root, tokens.split(list(sizes)))
+    padded: Tensor = root(tokens.view(len(sizes), -1), torch.arange(len(tokens), device=device))
+    return padded
 
 
 def _difference(compiled: Any, plain: Any) -> str:

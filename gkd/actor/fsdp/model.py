@@ -230,12 +230,6 @@ def _is_rms_norm(kind: type[nn.Module]) -> bool:
         return False
 
 
-def is_tied(hf: PreTrainedModel) -> bool:
-    """Return whether LM head and embedding share their weight."""
-    tied: bool = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-    return tied
-
-
 def shard(
     hf: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, recompute: bool, offload: bool
 ) -> LossModel:
@@ -268,7 +262,7 @@ def shard(
     # A frozen tower is whole on every rank: no rank waits for one whose sequences have no images. One that is trained
     # is gathered with the root, by all ranks in every pass.
     kept = set(frozen_vision(hf).values())
-    if not is_tied(hf):
+    if root.head.weight is not hf.get_input_embeddings().weight:  # not tied
         cut(hf.get_input_embeddings())
         # Its backward pass comes right after its forward pass.
         cut(root.head, reshard_after_forward=False)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.step import (
@@ -36,8 +35,7 @@ from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
 from gkd.types import MicroBatch
 from teacher_server.vision.images import ImageError
-from teacher_server.vision.processor import ImageProcessor
-from teacher_server.vision.rows import ImageRows, Span, image_rows
+from teacher_server.vision.rows import Span, image_rows
 
 
 def run_batch(
@@ -90,17 +88,7 @@ def run_batch(
 def run_logprobs(
     model: LossModel, micro_batches: Sequence[MicroBatch], loss: DistillLoss, device: torch.device
 ) -> list[Tensor]:
-    """Return the student's logprob of the token after each loss row, at the loss's temperature. Collective.
-
-    Args:
-        micro_batches: see `Student.train_step`. Their targets are not read.
-
-    Returns:
-        For each micro-batch [N] float32, nats, in host memory.
-
-    Raises:
-        NumericsError, DataError: see `Student.train_step`.
-    """
+    """Compute `Student.compute_logprobs`. Collective."""
     with same_error(device, count=len(micro_batches)) as agreement:
         batches = []
         for batch in without_targets(micro_batches):
@@ -136,7 +124,12 @@ def _check(
     check_before(loss, batch, micro_batches, needs_scores=needs_scores)
     if batch.cu_seqlens is not None and not model.packing:
         raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
-    check_images(model.image_processor, batch)
+    if batch.images:
+        if model.image_processor is None:
+            raise DataError("the student was built without a vision tower and got sequences with images")
+        with _as_data_error():  # the tokens of each sequence are those of its images
+            for (row, columns), images in zip(_spans(batch), batch.images, strict=True):
+                model.image_processor.check(batch.tokens[row, columns].numpy(), images)
 
 
 def forward(
@@ -161,32 +154,15 @@ def forward(
         pack = Pack(None, group=group)
     if pack is not None:
         positions = batch.position_ids.to(device)
-    if model.image_processor is not None:
-        arguments["images"] = read_images(model.hf, model.image_processor, batch, device)
-        model.image_processor.prepare(image for ahead in later for images in ahead.images for image in images)
+    processor = model.image_processor
+    if processor is not None:
+        if batch.images:
+            with _as_data_error():
+                arguments["images"] = image_rows(model.hf, processor, batch.tokens, _spans(batch), batch.images, device)
+        processor.prepare(image for ahead in later for images in ahead.images for image in images)
     tokens = batch.tokens.to(device)
     rows = batch.loss_index.to(device)
     return model(tokens, rows, position_ids=positions, pack=pack, **arguments)
-
-
-def check_images(processor: ImageProcessor | None, batch: MicroBatch) -> None:
-    """Check that the tokens of each sequence are those of its images. Raises DataError."""
-    if batch.images and processor is None:
-        raise DataError("the student was built without a vision tower and got sequences with images")
-    if processor is not None and batch.images:
-        with _as_data_error():
-            for (row, columns), images in zip(_spans(batch), batch.images, strict=True):
-                processor.check(batch.tokens[row, columns].numpy(), images)
-
-
-def read_images(
-    hf: PreTrainedModel, processor: ImageProcessor, batch: MicroBatch, device: torch.device
-) -> ImageRows | None:
-    """Return the images of a micro-batch; None if it has none. Raises DataError: an image cannot be used."""
-    if not batch.images:
-        return None
-    with _as_data_error():
-        return image_rows(hf, processor, batch.tokens, _spans(batch), batch.images, device)
 
 
 @contextmanager

@@ -63,11 +63,8 @@ def probe_on_meta(hf: PreTrainedModel, *, packing: bool, fused: bool) -> None:
     except GkdError:
         raise
     except Exception as error:  # the model's own code needs values that a meta tensor does not have
-        log.info(
-            "a %s model cannot be probed without weights (%s); the ranks probe it",
-            hf.config.model_type,
-            type(error).__name__,
-        )
+        text = "a %s model cannot be probed without weights (%s); the ranks probe it"
+        log.info(text, hf.config.model_type, type(error).__name__)
 
 
 def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch.device) -> None:
@@ -108,26 +105,22 @@ def _check_forward(root: LossModel, *, packing: bool, fused: bool, device: torch
             if differences:
                 raise refuse_packing(model_type, differences)
     if fused and len(seen) < 3:
-        raise ConfigError(
-            "actor.fused_lm_head",
-            True,
-            f"a {model_type} model does not use its backbone and LM head in its forward pass, as the fused loss does.",
-            "use actor.fused_lm_head=false.",
-        )
+        what = "does not use its backbone and LM head in its forward pass, as the fused loss does"
+        raise _refuse_fused(model_type, what)
     if fused and device.type != "meta":
         between = not _same(seen["hidden"], seen["head_input"])
         changed = capped(seen["head_output"] * root.head.factor, root.head.cap)
         if between or not _same(changed, logits, rtol=1e-2):
             what = "its hidden states before" if between else "its logits after"
-            raise _refuse_fused(model_type, f"{what} the LM head")
+            raise _refuse_fused(model_type, f"changes {what} the LM head, which the fused loss would skip")
 
 
 def _pack_differences(root: LossModel, device: torch.device) -> str:
     """Return how a pack of two sequences differs from each alone, or these from the model's own attention."""
     text = root.hf.config.get_text_config()
     sequences = (torch.arange(sum(_LENGTHS), device=device) * 7 % min(int(text.vocab_size), 1000)).split(_LENGTHS)
-    packed = _logits(root, sequences)
-    alone = torch.cat([_logits(root, [part]) for part in sequences])
+    packed = logits_of_pack(root, sequences)
+    alone = torch.cat([logits_of_pack(root, [part]) for part in sequences])
     attention = text._attn_implementation
     text._attn_implementation = "eager"
     try:
@@ -194,7 +187,7 @@ def _gradients(own: Any, x: Tensor, weights: Tensor, *, is_pack: bool = False) -
     return [tensor.float().cpu() for tensor in tensors]
 
 
-def _logits(root: LossModel, texts: Sequence[Tensor]) -> Tensor:
+def logits_of_pack(root: LossModel, texts: Sequence[Tensor]) -> Tensor:
     """Return [S, V], of sequences in one pack."""
     lengths = [len(part) for part in texts]
     device = texts[0].device
@@ -207,8 +200,7 @@ def _logits(root: LossModel, texts: Sequence[Tensor]) -> Tensor:
 
 
 def _refuse_fused(model_type: str, what: str) -> ConfigError:
-    problem = f"a {model_type} model changes {what}, which the fused loss would skip."
-    return ConfigError("actor.fused_lm_head", True, problem, "use actor.fused_lm_head=false.")
+    return ConfigError("actor.fused_lm_head", True, f"a {model_type} model {what}.", "use actor.fused_lm_head=false.")
 
 
 def _same(a: Tensor, b: Tensor, rtol: float = 0.0) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.agree import probe_group, same_error
-from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import Student, StudentArgs, build_loss
 from gkd.actor.common.hf_folder import Readers, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.lora import merge
@@ -85,7 +85,7 @@ class FsdpStudent(Student):
             ClusterError: see `probe_group`.
         """
         super().__init__(args)
-        on_phase = args.get("on_phase", no_phase)
+        on_phase = args.get("on_phase", lambda phase: None)
         dtype = args["dtype"]
         device = args["device"]
         folder = Path(model_path)
@@ -138,13 +138,9 @@ class FsdpStudent(Student):
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self.live_states, before=self._host_copies.settle)
-        log.info(
-            "%s: %d layers, %d trained parameters over %d ranks",
-            hf.config.model_type,
-            n_layers,
-            sum(param.numel() for param in self._trained),
-            dist.get_world_size(),
-        )
+        n_trained = sum(param.numel() for param in self._trained)
+        text = "%s: %d layers, %d trained parameters over %d ranks"
+        log.info(text, hf.config.model_type, n_layers, n_trained, dist.get_world_size())
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`."""
@@ -166,9 +162,8 @@ class FsdpStudent(Student):
         One parameter is gathered at a time. All experts of a layer may be one parameter.
         """
         if content == "adapters":
-            yield from (
-                (name, full_tensor(place.tensor, self.device)) for name, place in self._adapter_places().items()
-            )
+            for name, place in self._adapter_places().items():
+                yield name, full_tensor(place.tensor, self.device)
             return
         for name, place in self._places.items():
             tensor = full_tensor(place.tensor, self.device, self._export_dtype(place.tensor))

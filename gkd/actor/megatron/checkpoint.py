@@ -67,7 +67,7 @@ def load(
             afterwards.
     """
     step = skipped = 0
-    with same_error(_device(model)), ShardReader(folder) as reader:
+    with same_error(model.device), ShardReader(folder) as reader:
         saved = reader.meta
         settings = ("strategy", "dtype", *(("lora_scale",) if model.lora else ()))
         check_same_student(folder, saved, meta, settings=settings, model="dims")
@@ -78,8 +78,17 @@ def load(
             for group in part.param_groups:
                 group["step"] = step - skipped
         if saved["layout"] == _layout(model):
-            _restore_rng(folder, reader.rng(model.layout.rank))
-    _share_params(optimizer)
+            states = reader.rng(model.layout.rank)
+            tracker = {name: states.pop(name) for name in list(states) if name.startswith(_TRACKER)}
+            restore_rng(states, folder)
+            tensor_parallel.get_cuda_rng_tracker().set_states(
+                {name.removeprefix(_TRACKER): state for name, state in tracker.items()}
+            )
+    # Copy main weights to this rank's range of the model and gather them on all DP ranks, like a step.
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
+    for chunk in optimizer.model_chunks:
+        chunk.start_param_sync(force_sync=True)
     return step, skipped
 
 
@@ -231,19 +240,10 @@ def part_shape(entry: TensorEntry, tp: int) -> Shape:
     return tuple(shape)
 
 
-def _share_params(optimizer: MegatronOptimizer) -> None:
-    """Copy main weights to this rank's range of the model and gather them on all DP ranks, like a step. Collective."""
-    for part in optimizer.chained_optimizers:
-        part._copy_main_params_to_model_params()
-    for chunk in optimizer.model_chunks:
-        chunk.start_param_sync(force_sync=True)
-
-
 def student_meta(model: StudentModel, *, dtype: torch.dtype, base: str) -> dict[str, Any]:
     """Return the metadata that all ranks write, except the step, as it is after a JSON round trip.
 
     Args:
-        dtype: of the model.
         base: digest of the frozen weights, which are not in the checkpoint; empty if all weights are trained.
     """
     meta = {
@@ -262,16 +262,4 @@ def _layout(model: StudentModel) -> dict[str, Any]:
     """Return the sizes that must be equal for a rank to restore its generators."""
     sizes = asdict(model.layout)
     del sizes["rank"]
-    return {**sizes, "device": _device(model).type}
-
-
-def _device(model: StudentModel) -> torch.device:
-    return next(param for _, param in model.named_params()).device
-
-
-def _restore_rng(folder: str | Path, states: dict[str, Tensor]) -> None:
-    tracker = {name: states.pop(name) for name in list(states) if name.startswith(_TRACKER)}
-    restore_rng(states, folder)
-    tensor_parallel.get_cuda_rng_tracker().set_states(
-        {name.removeprefix(_TRACKER): state for name, state in tracker.items()}
-    )
+    return {**sizes, "device": model.device.type}

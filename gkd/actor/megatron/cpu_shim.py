@@ -68,16 +68,13 @@ def _replace_functions() -> Iterator[str]:
     def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
         torch.set_rng_state(new_state)
 
-    def to_cpu(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return tensor.cpu()
-
     replacements: list[tuple[Any, str, str, Any]] = [
         (torch.cuda, "torch.cuda", "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "torch.cuda", "synchronize", lambda device=None: None),
         (torch.cuda, "torch.cuda", "manual_seed", torch.manual_seed),
         (torch.cuda, "torch.cuda", "get_rng_state", get_rng_state),
         (torch.cuda, "torch.cuda", "set_rng_state", set_rng_state),
-        (torch.Tensor, "torch.Tensor", "cuda", to_cpu),
+        (torch.Tensor, "torch.Tensor", "cuda", lambda tensor, *_, **__: tensor.cpu()),
         (megatron_random, megatron_random.__name__, "_get_cuda_rng_state", get_rng_state),
         (megatron_random, megatron_random.__name__, "_set_cuda_rng_state", set_rng_state),
     ]
@@ -184,9 +181,7 @@ def _functions_of(module: types.ModuleType) -> Iterator[tuple[str, types.Functio
     for cls in [m for m in members if isinstance(m, type) and m.__module__ == module.__name__]:
         members += vars(cls).values()
     for member in members:
-        function = getattr(member, "__func__", member)  # staticmethod, classmethod
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
+        function = inspect.unwrap(getattr(member, "__func__", member))  # staticmethod, classmethod
         if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
             yield function.__qualname__, function
 

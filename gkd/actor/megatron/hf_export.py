@@ -66,7 +66,6 @@ def iter_full(
     next training step.
 
     Args:
-        model: this rank's stage.
         entries: the same on all ranks of the stage.
         value: returns the tensor to export for a parameter, of the same shape; for example its gradient.
     """
@@ -97,10 +96,7 @@ def _from_owner(mine: Tensor, owner: int, model: StudentModel) -> Tensor:
     """Return the [1, *shape] tensor of EP rank `owner` on every rank of the EP group; `mine` has the same shape."""
     if model.layout.ep == 1:
         return mine[None]
-    tensor = (
-        mine.contiguous()
-        if owner == model.layout.ep_rank
-        else torch.empty_like(mine, memory_format=torch.contiguous_format)
-    )
+    is_owner = owner == model.layout.ep_rank
+    tensor = mine.contiguous() if is_owner else torch.empty_like(mine, memory_format=torch.contiguous_format)
     dist.broadcast(tensor, src=dist.get_global_rank(model.groups.ep, owner), group=model.groups.ep)
     return tensor[None]

@@ -20,7 +20,7 @@ from torch import Tensor
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
 from gkd.hf.families import FAMILIES
-from gkd.hf.model_dims import ModelDims, MoeDims
+from gkd.hf.model_dims import ModelDims
 from gkd.hf.model_folder import check_headers, open_tensors, some_names
 
 # A Tensor or a safetensors slice: both read only the requested rows and columns.
@@ -201,10 +201,6 @@ _MLP_RULES = (
 )
 
 
-def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
-    return ((_moe(d).ffn_size, d.hidden_size),) * 2
-
-
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A rule applied to one parameter of one stage."""
@@ -255,7 +251,8 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
 
 def _moe_rules(dims: ModelDims) -> list[Rule]:
     """Return the rules of a layer with experts, without these."""
-    moe = _moe(dims)
+    moe = dims.moe
+    assert moe is not None
     name = FAMILIES[dims.model_type].expert_names[0]
     rules = [
         Rule("mlp.router.weight", (f"{name}.gate.weight",), REPLICATED, lambda d: ((moe.n_experts, d.hidden_size),))
@@ -289,12 +286,15 @@ def expected_hf_tensors(dims: ModelDims) -> dict[str, Shape]:
 
 def _expert_entries(dims: ModelDims, layout: ParallelLayout, param_prefix: str, hf_prefix: str) -> list[TensorEntry]:
     """Return the entries of all experts of a layer, in HF order. Each EP rank holds consecutive experts."""
-    n_experts = _moe(dims).n_experts
-    per_rank = n_experts // layout.ep
+    moe = dims.moe
+    assert moe is not None
+    per_rank = moe.n_experts // layout.ep
+    inner = (moe.ffn_size, dims.hidden_size)
+    outer = (dims.hidden_size, moe.ffn_size)
     mlp, gate, up, down = FAMILIES[dims.model_type].expert_names
     rules = (  # names relative to an expert; TP does not split experts
-        Rule("linear_fc1.weight", (f"{gate}.weight", f"{up}.weight"), GatedMlp(), _expert_shapes),
-        Rule("linear_fc2.weight", (f"{down}.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, _moe(d).ffn_size),)),
+        Rule("linear_fc1.weight", (f"{gate}.weight", f"{up}.weight"), GatedMlp(), lambda d: (inner, inner)),
+        Rule("linear_fc2.weight", (f"{down}.weight",), SPLIT_COLUMNS, lambda d: (outer,)),
     )
     return [
         _entry(
@@ -304,7 +304,7 @@ def _expert_entries(dims: ModelDims, layout: ParallelLayout, param_prefix: str, 
             f"{hf_prefix}{mlp}.experts.{expert}.",
             owner=expert // per_rank,
         )
-        for expert in range(n_experts)
+        for expert in range(moe.n_experts)
         for rule in rules
     ]
 
@@ -314,12 +314,6 @@ def _entry(
 ) -> TensorEntry:
     hf_names = tuple(hf_prefix + name for name in rule.hf)
     return TensorEntry(param_prefix + rule.param, hf_names, rule.shapes(dims), rule.layout, owner=owner)
-
-
-def _moe(dims: ModelDims) -> MoeDims:
-    if dims.moe is None:
-        raise ValueError(f"a {dims.model_type} model has no experts")
-    return dims.moe
 
 
 @torch.no_grad()
@@ -355,17 +349,10 @@ def check_weight_files(folder: Path, dims: ModelDims) -> None:
 
 def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
     """Raise ModelError if the tensors of the files do not match the architecture."""
-    check_headers(
-        folder,
-        tensors,
-        expected_hf_tensors(dims),
-        model_type=dims.model_type,
-        is_ignorable=lambda name: _is_ignorable(name, dims),
-    )
 
+    def is_ignorable(name: str) -> bool:  # a known redundant tensor, which transformers ignores, too
+        # GLM-4.5's layer for the prediction of further tokens follows the others. Exports copy it.
+        is_next = dims.model_type == "glm4_moe" and name.startswith(f"model.layers.{dims.n_layers}.")
+        return is_next or name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")
 
-def _is_ignorable(name: str, dims: ModelDims) -> bool:
-    """Return whether the tensor is a known redundant one, which transformers ignores, too."""
-    # GLM-4.5's layer for the prediction of further tokens follows the others. Exports copy it.
-    is_next = dims.model_type == "glm4_moe" and name.startswith(f"model.layers.{dims.n_layers}.")
-    return is_next or name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")
+    check_headers(folder, tensors, expected_hf_tensors(dims), model_type=dims.model_type, is_ignorable=is_ignorable)

@@ -128,9 +128,6 @@ def _use_rms_norm(submodules: Any, *names: str) -> None:
             setattr(submodules, name, RmsNorm)
 
 
-# RMSNorm of Megatron's local layers.
-
-
 class RmsNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the attribute that makes Megatron sum its gradient over TP under sequence parallelism.
 

@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from gkd.actor.common.base import no_phase
 from gkd.actor.megatron.hf_mapping import TensorEntry, chunk_prefix, held_entries, load_hf_weights
 from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused, layer_spec, local_name
 from gkd.actor.megatron.layout import ParallelLayout
@@ -159,11 +158,6 @@ class StudentModel:
         """This rank's rows of the LM head, [V_local, H]; last stage only."""
         return self.chunks[-1].lm_head
 
-    @property
-    def vocab_start(self) -> int:
-        """Global id of the first vocabulary row of this TP rank."""
-        return self.layout.tp_rank * (self.layout.padded_vocab_size(self.dims) // self.layout.tp)
-
 
 def build_model(
     model_path: str | Path,
@@ -177,7 +171,7 @@ def build_model(
     sequence_parallel: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 0,
-    on_phase: Callable[[str], None] = no_phase,
+    on_phase: Callable[[str], None],
 ) -> StudentModel:
     """Build this rank's stage and fill it from the HF folder `model_path`.
 
@@ -243,18 +237,14 @@ def build_model(
     load_hf_weights(model_path, params, dims, layout)
     if lora is not None:
         for chunk in chunks:
-            _freeze(chunk)
+            chunk.requires_grad_(False)
+            if chunk.config.recompute_granularity == "full" and chunk.pre_process:
+                # A recomputed layer has a backward pass only if its input needs a gradient.
+                chunk.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
         adapters = add_adapters(dict(model.named_modules()), dims, layout, lora, seed)
         model = replace(model, adapters=tuple(adapters), lora=lora)
     _mark_shards(dict(model.named_params()), model.trained_entries())
     return model
-
-
-def _freeze(chunk: StudentGPT) -> None:
-    chunk.requires_grad_(False)
-    if chunk.config.recompute_granularity == "full" and chunk.pre_process:
-        # A recomputed layer has a backward pass only if its input needs a gradient.
-        chunk.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
 
 
 def _mark_shards(params: Mapping[str, torch.nn.Parameter], entries: Sequence[TensorEntry]) -> None:

@@ -67,24 +67,10 @@ def run_batch(
         for batch in without_targets(micro_batches):
             check_before(loss, batch, micro_batches, needs_scores=model.layout.is_last_stage)
             shapes.append(batch.tokens.shape)
-    outputs = _schedule(
-        ddps,
-        model,
-        micro_batches,
-        shapes,
-        partial(
-            _forward_step,
-            device=device,
-            fused=fused,
-            loss_function=partial(
-                _loss_sums,
-                model=model,
-                loss=loss,
-                head_and_sum=_head_and_sum(model, ddps[-1]) if fused and model.layout.is_last_stage else None,
-            ),
-        ),
-        forward_only=forward_only,
-    )
+    head_and_sum = _head_and_sum(model, ddps[-1]) if fused and model.layout.is_last_stage else None
+    loss_function = partial(_loss_sums, model=model, loss=loss, head_and_sum=head_and_sum)
+    forward = partial(_forward_step, device=device, fused=fused, loss_function=loss_function)
+    outputs = _schedule(ddps, model, micro_batches, shapes, forward, forward_only=forward_only)
     names = loss.report_names
     sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if model.layout.is_last_stage:
@@ -101,17 +87,7 @@ def run_logprobs(
     *,
     fused: bool,
 ) -> list[Tensor]:
-    """Return the student's logprob of the token after each loss row, on every stage. Collective over the world.
-
-    Args:
-        micro_batches, fused: as for `run_batch`; targets are not read.
-
-    Returns:
-        For each micro-batch [N] float32, nats, in host memory.
-
-    Raises:
-        NumericsError, DataError: as `run_batch`.
-    """
+    """Compute `Student.compute_logprobs` on every stage. Collective over the world. Arguments as for `run_batch`."""
     device = model.device
     batches = []
     with same_error(device):

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from gkd.actor.common.agree import distinct_groups, probe_group
-from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import Student, StudentArgs, build_loss
 from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
@@ -72,7 +72,7 @@ class MegatronStudent(Student):
         self.layout = layout
         self.stage = layout.pp_rank
         self.n_stages = layout.pp
-        on_phase = args.get("on_phase", no_phase)
+        on_phase = args.get("on_phase", lambda phase: None)
         seed = args["seed"]
         dtype = args["dtype"]
         device = args["device"]
@@ -114,7 +114,9 @@ class MegatronStudent(Student):
                 param.adds_gradient_in_place = True  # type: ignore[attr-defined]
         self._vector_grads = VectorGrads(() if overlap_grad_reduce else self.model.named_params())
         tp_group = groups.tp if layout.tp > 1 else None
-        shard = VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group)
+        dims = self.model.dims
+        vocab_start = layout.tp_rank * (layout.padded_vocab_size(dims) // layout.tp)
+        shard = VocabShard(vocab_start, dims.vocab_size, tp_group)
         self.loss = build_loss(args, shard, self.columns, self.n_head_rows)
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
@@ -223,8 +225,6 @@ class MegatronStudent(Student):
             states[OPTIMIZER] += [*(param.data for param in mains), *optimizer_tensors(inner)]
         return states
 
-
-# Create and probe Megatron's process groups for a layout. They are global to a process.
 
 # Groups that a training step uses. Megatron creates more, which connect on first use.
 _USED = ("tp", "cp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
