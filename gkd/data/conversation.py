@@ -364,12 +364,13 @@ def quoted(value: Any) -> str:
 class TeacherPrompts:
     """Return the teacher's prompt of each row, before tokenization, and count them.
 
-    `template` is teacher.prompt_template. Raises ConfigError: it is not valid.
+    `template` is teacher.prompt_template; `is_template`: they are made with it. Raises ConfigError: it is not valid.
     """
 
     def __init__(self, config: DataConfig, template: str) -> None:
         self._config = config
         self._template = template
+        self.is_template = bool(template)
         self._parts = template_parts(template) if template else []
         self._columns = {
             "prompt": config.prompt_key,
@@ -384,11 +385,6 @@ class TeacherPrompts:
         if self._template:
             return "teacher.prompt_template", self._template
         return "data.teacher_prompt_key", self._config.teacher_prompt_key
-
-    @property
-    def is_template(self) -> bool:
-        """Return whether the teacher's prompts are made with teacher.prompt_template."""
-        return bool(self._template)
 
     @property
     def columns(self) -> set[str]:

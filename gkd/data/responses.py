@@ -104,7 +104,7 @@ class ResponseReader:
                 log.warning(_UNENDED, ended.count(False), len(ended), tag, _end_of_thought(tag), _NO_THOUGHTS)
 
     def _between(self, prompt: Rendered, history: list[Any], messages: list[Any], where: str, end: int) -> list[int]:
-        if not self._delta().follows(end):
+        if end != self._delta().end_id:
             raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
         plain = [said(message["role"], message["content"]) for message in messages]  # without its time, for example
         if plain != messages:

@@ -123,8 +123,7 @@ def check_machine() -> None:
     for warning in toolchain_problems():
         log.warning("%s", warning)
     if refusals:
-        first = refusals[0]
-        raise ConfigError(first.key, first.value, first.problem, first.fix, refusals[1:])
+        raise ConfigError.together(refusals)
 
 
 def check_transformer_engine(layers: str) -> None:
@@ -214,8 +213,4 @@ def _newer_libcuda(cuda: str) -> bool:
 
 
 def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(metadata.distributions(name=name))

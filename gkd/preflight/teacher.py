@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -105,10 +106,11 @@ def request_info(route: Route) -> TeacherInfo:
     budget_s = min(TEACHER_HELLO_S, settings.outage_budget_s)
     teacher = open_teacher(settings, k=settings.topk, n_vocab=0, n_in_flight=1, outage_budget_s=budget_s)
     try:
-        info = teacher.info()
-        if settings.signal == "hidden":
-            _check_head(teacher)
-        return info
+        with closing(teacher):
+            info = teacher.info()
+            if settings.signal == "hidden":
+                _check_head(teacher)
+            return info
     except TeacherUnavailable as error:
         raise TeacherUnavailable(f"{_address(route)}: {error}") from error
     except TeacherRefusal as error:
@@ -119,8 +121,6 @@ def request_info(route: Route) -> TeacherInfo:
         if error.code != "bad_request":
             raise
         raise route.error("name", f"{error}.", "use one of the server's names.") from error
-    finally:
-        teacher.close()
 
 
 def _check_head(teacher: Teacher) -> None:

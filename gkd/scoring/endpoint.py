@@ -211,7 +211,10 @@ class ScoringEndpoint(GroupEndpoint):
         began_s = completed_s.copy()
         try:
             for group in groups:
-                future = self._submit(teachers[rollouts[group[0]].route], [rollouts[index] for index in group])
+                together = [rollouts[index] for index in group]
+                for r in together:
+                    check_top_ids(r, self._n_student_ids, f"prompt {r.prompt_id}, sample {r.sample_index}")
+                future = teachers[together[0].route].submit(together, self._signals, mass=self._config.teacher.mass)
                 future.add_done_callback(functools.partial(_record_time, completed_s, group))
                 futures.append(future)
             done = wait(futures, return_when=FIRST_EXCEPTION).done
@@ -248,12 +251,6 @@ class ScoringEndpoint(GroupEndpoint):
             error = named if isinstance(named, TeacherChanged) else error
         name = f" ({self._names[route]})" if self._names else ""
         return TeacherChanged(f"{error}{name}. Fix: start the server with that model and resume, or begin a new run")
-
-    def _submit(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Future[list[TeacherScores]]:
-        """Request all signals of the sequences of one request."""
-        for rollout in rollouts:
-            check_top_ids(rollout, self._n_student_ids, f"prompt {rollout.prompt_id}, sample {rollout.sample_index}")
-        return teacher.submit(rollouts, self._signals, mass=self._config.teacher.mass)
 
 
 def _record_time(completed_s: list[float], group: Sequence[int], _: Future[Any]) -> None:

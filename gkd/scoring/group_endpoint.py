@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.data.chunks import ColumnList, chunk_sizes, encode_sizes, whole_groups
-from gkd.data.row_files import RowTable
 from gkd.data.scatter import gather_results, select
-from gkd.data.template import Tools
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
 from gkd.run.rollout_file import read_sequences, write_sequences
@@ -82,19 +80,9 @@ class GroupEndpoint:
         self._config = config
         self._judging: Judging | None = None
 
-    def init_judging(
-        self,
-        functions: Mapping[str, Sequence[str]],
-        n_workers: int,
-        search_path: Sequence[str],
-        training: RowTable,
-        validation: RowTable,
-        tokenizer: Any,
-        tools: Tools = (),
-    ) -> None:
-        """Start the processes that judge responses. Arguments and errors as `gkd.scoring.reward.judging.Judging`."""
-        rows = training, validation
-        self._judging = Judging(self._config, functions, n_workers, search_path, *rows, tokenizer, tools)
+    def init_judging(self, *arguments: Any) -> None:
+        """Start the processes that judge responses: `Judging` with these arguments behind the settings."""
+        self._judging = Judging(self._config, *arguments)
 
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
         """See `gkd.scoring.reward.judging.Judging.judge`."""

@@ -118,7 +118,8 @@ class JudgedScoring:
 
         All are NaN if none is known. Raises as `collect`.
         """
-        shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
+        rollouts = [_rollout(i // len(self._endpoints), sample) for i, sample in enumerate(samples)]
+        shares = [rollouts[group :: len(self._endpoints)] for group in range(len(self._endpoints))]
         refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
         values = np.empty(len(samples))
         replies = gather(refs, "judging greedy responses", self._timeout_s)
@@ -217,12 +218,8 @@ def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endp
     return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), numbers, dict(derived.groups))
 
 
-def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
-    """Return greedy responses in the form that endpoints judge."""
-    return [_rollout(i, sample) for i, sample in enumerate(samples)]
-
-
 def _rollout(index: int, sample: Sample) -> Rollout:
+    """Return a greedy response in the form that endpoints judge."""
     is_own = np.ones(len(sample.response_ids), bool)
     is_own[sample.observed] = False
     return Rollout(
@@ -315,7 +312,8 @@ def with_numbers(
     judged = [chunk for chunk in batch if chunk.rewards is not None]
     numbers = {id(chunk): np.tile(_NEUTRAL, (chunk.rollouts.n_sequences, 1)) for chunk in batch}
     if judged:
-        rewards = np.concatenate([total_rewards(chunk, weights) for chunk in judged])
+        factors_of_sum = np.asarray(weights, np.float64)  # NaN in a sum: a function is undecided
+        rewards = np.concatenate([chunk.rewards @ factors_of_sum for chunk in judged if chunk.rewards is not None])
         groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n
         advantages = advantages_of(rewards, groups, distill.advantage)
         if is_path(distill.response_weight):
@@ -326,13 +324,3 @@ def with_numbers(
         ends = np.cumsum([chunk.rollouts.n_sequences for chunk in judged])
         numbers |= zip(map(id, judged), np.split(values, ends[:-1]), strict=True)
     return [replace(chunk, numbers=numbers[id(chunk)]) for chunk in batch]
-
-
-def total_rewards(chunk: ScoredChunk, weights: Sequence[float]) -> np.ndarray:
-    """Return the weighted sum of the functions for each sequence of a judged chunk: [n_sequences] float64.
-
-    NaN: a function is undecided.
-    """
-    assert chunk.rewards is not None
-    total: np.ndarray = chunk.rewards @ np.asarray(weights, np.float64)
-    return total

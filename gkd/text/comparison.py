@@ -53,12 +53,10 @@ class Comparison:
         Args:
             texts: of `for_teacher`.
         """
-        del texts
         return dict(scores)
 
     def text_columns(self, rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> list[np.ndarray]:
         """Return the arrays of `TextTargets` for the sequences of a micro-batch; empty: tokens are compared."""
-        del rollouts, scores
         return []
 
 

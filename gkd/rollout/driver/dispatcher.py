@@ -263,16 +263,10 @@ class Dispatcher:
         """Hand the chunks of one engine to their jobs until its stream ends. Runs in its own thread."""
         what = f"the rollout stream of {name_of(engine.index)}"
         try:
-            while True:
-                try:
-                    rollouts = next(chunks)
-                except StopIteration:
-                    break
-                try:
-                    sizes = next(chunks)
-                except StopIteration:  # the single item of a failed call holds its error
+            for rollouts in chunks:
+                if (sizes := next(chunks, None)) is None:  # the single item of a failed call holds its error
                     fetch(rollouts, what)
-                    raise ClusterError(f"{what} ended in the middle of a chunk") from None
+                    raise ClusterError(f"{what} ended in the middle of a chunk")
                 self._take(engine, *decode_sizes(fetch(sizes, what), rollouts))
             with self._lock:
                 if self._session == session:

@@ -94,10 +94,10 @@ class Turns:
             return "stop"
         if request.n_turns >= request.sampling.max_turns:
             return "environment"
-        if not self._delta.follows(last := int(request.ids[-1][-1])):
+        end = self._delta.end_id
+        if (last := int(request.ids[-1][-1])) != end:
             if last not in self._other_ends:
                 self._other_ends.add(last)
-                end = self._delta.end_id
                 log.warning(
                     "a turn that ends with token %d ends its trajectory: the template goes on behind %d", last, end
                 )

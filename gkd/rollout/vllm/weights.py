@@ -50,7 +50,7 @@ def keep_cpu_weights_live() -> None:
         return
 
     def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-        del remove_weight  # the layer computes with the parameter, so it must stay
+        # The layer computes with the parameter, so it stays.
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
 
     layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
