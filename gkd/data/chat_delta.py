@@ -80,11 +80,7 @@ class ChatDelta:
         self.remark = _Remark(self._template, self.roles).text()
 
     def text(self, ids: np.ndarray) -> str:
-        """Return a turn as the environment reads it: without its end token, and with other special tokens.
-
-        Args:
-            ids: [n] int, the generated ids.
-        """
+        """Return a turn, [n] generated ids, as the environment reads it: without its end, with other special tokens."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self._end_ids else ids
         text: str = self._tokenizer.decode(body.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text

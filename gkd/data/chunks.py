@@ -92,11 +92,7 @@ def linger_s(n_sequences: int, *, soon: bool) -> float:
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int | None = None) -> RolloutChunk:
-    """Return the sizes of rollouts with equal `on_policy`; `ref` is None.
-
-    Args:
-        policy_version: of dataset responses; None means the rollouts have their own.
-    """
+    """Return the sizes of rollouts with equal `on_policy`, of `policy_version` or, with None, their own; no `ref`."""
     n_response = [r.n_own for r in rollouts]
     rows = (
         [r.sample_index for r in rollouts],
@@ -125,11 +121,7 @@ def part_of(chunk: RolloutChunk, positions: Sequence[int] | np.ndarray) -> Rollo
 
 
 def distinct_4grams(ids: np.ndarray) -> int:
-    """Return the number of distinct sequences of 4 consecutive ids.
-
-    Args:
-        ids: [R] int32, not negative.
-    """
+    """Return the number of distinct sequences of 4 consecutive ids, which are [R] int32 and not negative."""
     if len(ids) < 4:
         return 0
     wide = ids.astype(np.int64)
@@ -138,11 +130,7 @@ def distinct_4grams(ids: np.ndarray) -> int:
 
 
 def encode_sizes(chunk: RolloutChunk, job: int = 0) -> bytes:
-    """Encode all fields of a whole chunk except `ref`.
-
-    Args:
-        job: that the rollouts were generated for, see `gkd.rollout.driver.dispatcher`.
-    """
+    """Encode all fields of a whole chunk except `ref`, and the id of the job that the rollouts were generated for."""
     return _HEAD.pack(job, chunk.dp_rank, chunk.n_sequences, chunk.on_policy) + chunk.sizes.tobytes()
 
 

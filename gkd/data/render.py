@@ -194,11 +194,7 @@ class PromptRenderer:
         return list(self._tokenizer(text, add_special_tokens=whole)["input_ids"])
 
     def _encode(self, text: str, setting: Setting, where: str, begins: bool = False) -> list[int]:
-        """Return the tokens of a text: with the tokenizer's beginning once, and without an end.
-
-        Args:
-            begins: the text has whatever tokens stand in front of it.
-        """
+        """Return the tokens of a text, which `begins` itself or gets the tokenizer's beginning once; without an end."""
         try:
             text = text if self._images is None else self._images.spelled(text)
         except ImageError as error:

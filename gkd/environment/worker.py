@@ -74,12 +74,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Server:
-    """The trajectories of this process.
-
-    Args:
-        kind: the class.
-        send: sends an answer.
-    """
+    """The trajectories of this process: objects of the class `kind`, whose answers `send` sends."""
 
     def __init__(self, kind: type[Any], start: Start, send: Callable[[Answer], object]) -> None:
         self._kind = kind

@@ -130,13 +130,7 @@ def check_transformer_engine(layers: str) -> None:
     """Refuse a Transformer Engine that cannot be imported, in a process of its own: the error may be a signal.
 
     Megatron-core imports it wherever it is installed, for all layers, and catches ImportError only. The missing library
-    of another CUDA is an OSError.
-
-    Args:
-        layers: actor.layers.
-
-    Raises:
-        ConfigError: naming actor.layers.
+    of another CUDA is an OSError. Raises ConfigError: naming actor.layers.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         if layers == "te":

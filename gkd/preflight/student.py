@@ -95,9 +95,6 @@ def _check_megatron(config: Config) -> tuple[int, int]:
 
     Returns:
         (vocabulary size, longest sequence in tokens)
-
-    Raises:
-        ConfigError, ModelError: something does not fit.
     """
     path = config.model.path
     actor = config.actor

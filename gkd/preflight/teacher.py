@@ -185,10 +185,7 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
     """Check that a teacher and the student use the same token ids, and that it supports the sequence length.
 
     Their numbers of rows may differ, because models pad the embedding of one tokenizer differently. The map token -> id
-    must not differ, see `shared_ids`: scores would belong to other tokens.
-
-    Returns:
-        The number of shared token ids.
+    must not differ, see `shared_ids`: scores would belong to other tokens. Return the number of shared token ids.
     """
     kind = f"teacher of route {route.name}," if route.name else "teacher"
     n_vocab = student_vocab  # if the teacher's ids are unknown, see `gkd.preflight.http_teacher`

@@ -278,11 +278,8 @@ class Computations:
         worker = f"{route} {reply.worker}".lstrip()
         key = worker, reply.compute_s
         with self._lock:
-            batch = self._batches.get(key)
-            if batch is not None:
-                self._batches[key] = replace(batch, n_sequences=batch.n_sequences + n_sequences)
-                return
-            self._batches[key] = Computation(worker, time.time(), reply.queue_s, reply.compute_s, n_sequences)
+            batch = self._batches.get(key) or Computation(worker, time.time(), reply.queue_s, reply.compute_s, 0)
+            self._batches[key] = replace(batch, n_sequences=batch.n_sequences + n_sequences)
             if len(self._batches) > _MOST:
                 del self._batches[next(iter(self._batches))]
 

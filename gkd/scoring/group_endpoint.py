@@ -70,11 +70,7 @@ class ScoreSummary:
 
 
 class GroupEndpoint:
-    """Hold the scores of one data-parallel group for the ranks that train on them.
-
-    Args:
-        config: the run's settings.
-    """
+    """Hold the scores of one data-parallel group for the ranks that train on them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -103,11 +99,7 @@ class GroupEndpoint:
     ) -> tuple[list[TeacherScores], bytes]:
         """Put a chunk's scores, computed in parts by several ranks, into the object store of this host.
 
-        Args:
-            sequence_indices: of each part, see `gkd.data.scatter`.
-
-        Returns:
-            As `ScoringEndpoint.score`.
+        Arguments as for `gkd.data.scatter.gather_results`, result as of `ScoringEndpoint.score`.
         """
         scores = [score for score in gather_results(sequence_indices, score_lists) if score is not None]
         return scores, summary_of(scores).encode()
@@ -121,15 +113,12 @@ class GroupEndpoint:
         return [np.zeros(rollout.n_own, np.float32) for rollout in rollouts]
 
     def record(self, file: str, selections: Sequence[bytes | None], *chunks_and_scores: Any) -> dict[str, FileDigest]:
-        """Write chunks of rollouts, and optionally their scores, to one file and flush it to disk.
+        """Write chunks of rollouts, and maybe their scores, to one file, and flush it to disk; return name -> digest.
 
         Args:
             file: path on a file system that all hosts share.
             selections: `sequence_indices` to write of each chunk, see `gkd.data.scatter`.
             chunks_and_scores: the rollouts of each chunk, and then, optionally, their scores.
-
-        Returns:
-            File name -> digest.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -163,11 +152,9 @@ class GroupEndpoint:
         kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
         for file in files:
             rollouts, scores = read_sequences(Path(file))
-            for i, rollout in enumerate(rollouts):
+            for rollout, score in zip(rollouts, scores or [None] * len(rollouts), strict=True):
                 if rollout.sample_index // n % dp_size == dp_rank:
-                    kinds[rollout.on_policy, scores is not None].append(
-                        (rollout, None if scores is None else scores[i])
-                    )
+                    kinds[rollout.on_policy, score is not None].append((rollout, score))
         for (on_policy, _), kind in kinds.items():
             kind.sort(key=lambda sequence: sequence[0].sample_index)
             for start in range(0, len(kind), chunk_size):

@@ -135,10 +135,7 @@ class ByteVocab:
 
 
 def alike(vocab: ByteVocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each token which tokens of its node begin with it.
-
-    Args:
-        node: [V] of the tokens.
+    """Return for each token which tokens of its node, [V], begin with it.
 
     Returns:
         [S] int64, the tokens with bytes by node and bytes; [V, 2] int64, first and last place + 1 in it, of each token

@@ -144,14 +144,7 @@ class TokenizerPair(Comparison):
         return [*columns, ids.astype(np.int64), canonical]
 
     def teacher_ids(self, response: np.ndarray) -> np.ndarray:
-        """Return the teacher's tokens of a response of the student, as far as they have the same bytes.
-
-        Args:
-            response: [R] int32, the student's tokens.
-
-        Returns:
-            [R'] int32; empty if nothing has a pair.
-        """
+        """Return the teacher's tokens, [R'] int32, of the student's, [R], as far as they have the same bytes."""
         text = self._text(response)
         ids: list[int] = []
         encoder = self._encoders[1]
@@ -168,8 +161,7 @@ class TokenizerPair(Comparison):
     def canonical(self, response: np.ndarray) -> np.ndarray:
         """Return whether the student's tokenizer makes each token of the text in front of the first special token.
 
-        Returns:
-            [R] bool; True for tokens behind that text.
+        The result is [R] bool, and True for tokens behind that text.
         """
         pieces: list[bytes] = []
         for token in response.tolist():
@@ -187,12 +179,7 @@ class TokenizerPair(Comparison):
         return is_canonical
 
     def align(self, response: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
-        """Return the positions of the bytes that both sequences have.
-
-        Args:
-            response: [R] the student's tokens.
-            teacher_ids: [R'] of `teacher_ids`.
-        """
+        """Return the positions of the bytes that the student's tokens, [R], and those of `teacher_ids`, [R'], have."""
         nodes = self.nodes
         row, depth, starts = _places(self.student, response)
         teacher_row, teacher_depth, teacher_starts = _places(self.teacher, teacher_ids)

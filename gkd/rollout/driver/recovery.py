@@ -48,11 +48,7 @@ class _Slot:
 
 
 class Engines:
-    """The engines by slot. Thread-safe.
-
-    Args:
-        workers: Ray handles, all up.
-    """
+    """The engines by slot, at first Ray handles that are all up. Thread-safe."""
 
     def __init__(self, workers: Sequence[Any], config: RolloutConfig) -> None:
         self._max_restarts = config.max_restarts

@@ -291,11 +291,7 @@ class WeightSync:
 
 
 class EngineSync:
-    """Implement `gkd.roles.WeightSyncRole`: push to the engines that are up.
-
-    Args:
-        timeout_s: of the wait for a restarted engine, if none is up.
-    """
+    """Implement `gkd.roles.WeightSyncRole`: push to the engines that are up, and wait for one if none is."""
 
     def __init__(self, sync: WeightSync, engines: Engines, timeout_s: float) -> None:
         self._sync = sync

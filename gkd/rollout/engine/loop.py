@@ -102,10 +102,7 @@ class EngineLoop:
     def admit(self, job: Job, prompts: Sequence[Prompt], prompt_indices: Sequence[int], *, first: bool = False) -> None:
         """Append prompts to the backlog; returns at once. They start in this order, each when there is room.
 
-        A prompt that the engine refuses ends the stream.
-
-        Args:
-            first: before the prompts that wait.
+        A prompt that the engine refuses ends the stream. With `first` they go before the prompts that wait.
 
         Raises:
             ClusterError: the stream is closed. If it failed, its error instead.
@@ -325,11 +322,7 @@ class Coalescer:
         growing.rollouts += part
 
     def due(self, now_s: float, *, flush: bool) -> Iterator[tuple[int, int, list[Rollout]]]:
-        """Yield (job's id, group, sequences) of the chunks that leave now.
-
-        Args:
-            flush: all of them.
-        """
+        """Yield (job's id, group, sequences) of the chunks that leave now; with `flush` of all."""
         for (job, group), growing in list(self._growing.items()):
             rest = growing.rollouts
             while len(rest) >= self._size:

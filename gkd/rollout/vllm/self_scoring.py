@@ -24,10 +24,7 @@ from teacher_server.wire.table import TopKTable
 def self_scores(
     engine: RolloutEngine, rollouts: Sequence[Rollout], signals: Sequence[Signal], topk: int
 ) -> list[TeacherScores]:
-    """Return the scores of sequences by an engine that generates nothing.
-
-    Args:
-        topk: number of ids for the signal `topk`.
+    """Return the scores of sequences by an engine that generates nothing: of `topk` ids for the signal of that name.
 
     Raises:
         ClusterError: the engine is generating.

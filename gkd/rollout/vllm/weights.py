@@ -14,6 +14,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -161,9 +162,8 @@ class WeightReceiver(SleepMixin):
             factors.update((name, tensor.clone()) for name, tensor in tensors)
 
         n_bytes = self._gkd_receive_all(plans, keep)
-        adapters = self._gkd_adapters()
-        assert adapters is not None
-        adapters.replace(factors)
+        assert self._gkd_adapters is not None
+        self._gkd_adapters.replace(factors)
         return n_bytes
 
     def _gkd_receive_all(
@@ -174,12 +174,11 @@ class WeightReceiver(SleepMixin):
             trim_heap(STEP_KEEPS)  # buckets, and at the first sync what vLLM has used to load the model
         return n_bytes
 
+    @cached_property
     def _gkd_adapters(self) -> EngineAdapters | None:
         """Return the adapters; None if the engine was started without."""
-        if not hasattr(self, "_gkd_made_adapters"):
-            manager = getattr(self.model_runner, "lora_manager", None)
-            self._gkd_made_adapters = None if manager is None else EngineAdapters(manager._adapter_manager)
-        return self._gkd_made_adapters
+        manager = getattr(self.model_runner, "lora_manager", None)
+        return None if manager is None else EngineAdapters(manager._adapter_manager)
 
     def _gkd_places(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that are trained."""
@@ -203,8 +202,8 @@ class WeightReceiver(SleepMixin):
         dtypes = defaultdict(lambda: self.model_runner.model_config.dtype, getattr(self, "_gkd_dtypes", {}))
         tensors = held_tensors(self._gkd_places(), dtypes)
         held = {name: "" if tensor is None else digest(tensor) for name, tensor in tensors}
-        if (adapters := self._gkd_adapters()) is not None:
-            held |= {name: digest(tensor) for name, tensor in adapters.held()}
+        if self._gkd_adapters is not None:
+            held |= {name: digest(tensor) for name, tensor in self._gkd_adapters.held()}
         return held
 
 
@@ -213,10 +212,8 @@ def held_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name in the folder, full tensor) of what the model holds; None if it holds what vLLM computed from it.
 
-    Collective over the tensor-parallel group: each rank copies back the parts that it loaded at its start.
-
-    Args:
-        dtypes: of each tensor as it is sent.
+    Collective over the tensor-parallel group: each rank copies back the parts that it loaded at its start. `dtypes` are
+    those in which the tensors are sent.
     """
     group = get_tp_group()
     device = next(iter(held.values())).device
@@ -328,11 +325,7 @@ _B = ".lora_B.weight"
 
 
 class EngineAdapters:
-    """The adapters of one worker.
-
-    Args:
-        manager: vLLM's LoRAModelManager.
-    """
+    """The adapters of one worker, in vLLM's LoRAModelManager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

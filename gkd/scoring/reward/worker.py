@@ -67,11 +67,7 @@ Judge = Callable[[Any], Any]  # of a case -> number, or of a group
 
 
 class Undecided(Exception):
-    """A value is unknown: `reward/undecided` counts it.
-
-    Args:
-        reason: one of `UNKNOWN`, which travels as its number.
-    """
+    """A value is unknown, for a reason of `UNKNOWN`, which travels as its number: `reward/undecided` counts it."""
 
 
 LATE = "math_verify reached its time limit"
