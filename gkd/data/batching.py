@@ -158,7 +158,6 @@ def make_micro_batches(
         max_tokens: maximum number of tokens, padding included; a longer sequence gets its own micro-batch.
         packed: concatenate sequences in one row, see `MicroBatch`; otherwise pad to the longest.
         pad_id: any valid token id; padding follows the sequence, so causal attention never reads it.
-        comparison: see `MicroBatches`.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.

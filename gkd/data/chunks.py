@@ -14,7 +14,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,13 +46,9 @@ _Column = tuple[Callable[..., list[Any]], tuple[Any, ...]]
 
 
 def reserve_size(max_running: int, n_sequences: int, n_engines: int) -> int:
-    """Return how many sequences each of several engines gets in addition to the sequences that it runs.
+    """Return how many of a batch's sequences each of several engines gets in addition to `max_running`, which it runs.
 
     It starts them while the driver does not yet have its finished ones.
-
-    Args:
-        max_running: sequences that an engine runs.
-        n_sequences: of a batch.
     """
     least, most = (max_running * share for share in _RESERVE)
     return max(CHUNK_SIZE, math.ceil(min(max(n_sequences / n_engines * _RESERVE_OF_SHARE, least), most)))
@@ -83,9 +79,7 @@ def whole_groups(config: Config, size: int) -> int:
 def linger_s(n_sequences: int, *, soon: bool) -> float:
     """Return how long a finished sequence waits at most for others of its chunk.
 
-    Args:
-        n_sequences: of a batch.
-        soon: in proportion to the batch; False: the longest time, which a single engine takes outside of a stream.
+    Soon means in proportion to the batch; otherwise it is the longest time, as of a single engine outside of a stream.
     """
     least, most = _LINGER_S
     return min(max(_LINGER_S_PER_SEQUENCE * n_sequences, least), most) if soon else most
@@ -248,9 +242,4 @@ def _records(kind: type, columns: Sequence[_Column]) -> list[Any]:
 
 
 def _split(joined: Any, lengths: Sequence[int]) -> list[Any]:
-    arrays = []
-    start = 0
-    for length in lengths:
-        arrays.append(joined[start : start + length])
-        start += length
-    return arrays
+    return [joined[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]

@@ -265,7 +265,6 @@ def sequence_weights(
     """Return the factor c of each sequence: [n] float32.
 
     Args:
-        rollouts: of this rank.
         counts: [n_routes, 2], of the global batch, see `route_counts`.
         normalize: distill.normalize.
     """

@@ -394,10 +394,8 @@ class TeacherPrompts:
     def of(self, row: Mapping[str, Any], prompt: Conversation, where: str) -> Conversation | None:
         """Return the row's prompt for the teacher, made from the student's; None means the student's prompt.
 
-        A template replaces the text of a prompt. Of messages it replaces the last one; the others stay.
-
-        Raises:
-            ConfigError: the row lacks a column of the template, or its prompt for the teacher is unusable.
+        A template replaces the text of a prompt. Of messages it replaces the last one; the others stay. Raises
+        ConfigError: the row lacks a column of the template, or its prompt for the teacher is unusable.
         """
         self._n_rows += 1
         teacher_prompt = None

@@ -54,10 +54,8 @@ class ResponseReader:
         """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
 
         What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
-
-        Raises:
-            ConfigError: an answer repeats the end of its prompt, has no tokens, or an end token before its end; the
-                template does not write it behind its prompt, or cannot write a message between two turns.
+        Raises ConfigError: an answer repeats the end of its prompt, has no tokens, or an end token before its end; the
+        template does not write it behind its prompt, or cannot write a message between two turns.
         """
         pieces: list[tuple[list[int], bool]] = []
         history: list[dict[str, Any]] = []

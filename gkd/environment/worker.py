@@ -40,7 +40,6 @@ class Start(msgspec.Struct, frozen=True):
     """Hold what a worker needs.
 
     Args:
-        path: of the class.
         search_path: folders in which the driver finds modules.
         memory_gib: limit of the address space of each process, those that tools start included; 0: none.
         timeout_s: limit of one `step`, and of one `close`; `Environments` sets it.

@@ -355,10 +355,7 @@ def models_compared(
     n_student_vocab: int,
     eos_ids: Sequence[int],
 ) -> Comparison:
-    """Choose how the loss compares the student with its teachers.
-
-    Args:
-        other_tokenizer: the teacher's, if its tokens are others.
+    """Choose how the loss compares the student with its teachers; `other_tokenizer` is a teacher's with other tokens.
 
     Raises:
         ConfigError: the tokenizers or the limits of a teacher do not fit.

@@ -159,12 +159,7 @@ def rollout_teacher(config: Config, device: str) -> TeacherInfo:
 
 
 def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
-    """Return the description of a teacher on processes of the run.
-
-    Args:
-        key: that names the model's folder.
-        facts: of `TeacherInfo`, those that the kind of the teacher decides.
-    """
+    """Return the description of a teacher on processes of the run; its kind decides the facts, and `key` its folder."""
     path = config.value(key)
     tokenizer = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
     return TeacherInfo(
@@ -373,10 +368,9 @@ def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[Teacher
     except (OSError, msgspec.DecodeError):
         raise away from None
     names = [route.teacher.name for route in config.derived.routes]
-    now = _addresses(config)
     if len(recorded) != len(names):
         raise away
-    for name, address, (before, teacher) in zip(names, now, recorded, strict=True):
+    for name, address, (before, teacher) in zip(names, _addresses(config), recorded, strict=True):
         if name != teacher.teacher if name else address != before:
             fix = f"or set teacher.name={teacher.teacher} to train without a server on the scores in teacher.store"
             raise TeacherUnavailable(f"{away}, {fix}: those of {teacher.model_name}, from {before}")

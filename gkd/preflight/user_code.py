@@ -52,7 +52,6 @@ def check_functions(
     """Raise ConfigError if a function cannot be imported, has another form, or does not judge the first row.
 
     Args:
-        key: of the functions, `paths`.
         prompts, tokenizer: without them no function is called.
     """
     if not paths:

@@ -37,7 +37,6 @@ class ScoringEndpoint(GroupEndpoint):
     """Client of one data-parallel group. Scores several chunks concurrently, one per thread.
 
     Args:
-        config: the run's settings.
         comparison: of the student with the teacher, which drops its rows from `n_listed` on before it normalizes.
         fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
         windows: by route, the limits of the sequences in flight.
@@ -155,10 +154,8 @@ class ScoringEndpoint(GroupEndpoint):
         """Return the LM head, [n_vocab, D] float32; hidden states @ lm_head.T = logits before the temperature.
 
         The heads of several teachers are side by side, see `_in_columns`; D is the sum of theirs. Called once, for the
-        actor; not cached.
-
-        Raises:
-            TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or non-finite values.
+        actor; not cached. Raises TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or
+        non-finite values.
         """
         heads: dict[int, np.ndarray] = {}  # first column -> LM head
         for start, teacher, route in zip(self._head_columns[0], self.clients(), self._routes, strict=True):

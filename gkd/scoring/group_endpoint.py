@@ -141,7 +141,6 @@ class GroupEndpoint:
 
         Args:
             dp_rank: this group; it owns the prompts with index modulo dp_size = dp_rank.
-            chunk_size: sequences per chunk.
 
         Raises:
             CheckpointError: a file is unreadable or not a recording.
@@ -152,7 +151,8 @@ class GroupEndpoint:
         kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
         for file in files:
             rollouts, scores = read_sequences(Path(file))
-            for rollout, score in zip(rollouts, scores or [None] * len(rollouts), strict=True):
+            optional: Sequence[TeacherScores | None] = scores or [None] * len(rollouts)
+            for rollout, score in zip(rollouts, optional, strict=True):
                 if rollout.sample_index // n % dp_size == dp_rank:
                     kinds[rollout.on_policy, score is not None].append((rollout, score))
         for (on_policy, _), kind in kinds.items():

@@ -39,7 +39,6 @@ class JudgedScoring:
     or replayed run has the same ones if the functions are deterministic.
 
     Args:
-        inner: scores the chunks.
         endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
@@ -301,20 +300,16 @@ def normalized(weights: np.ndarray) -> np.ndarray:
 def with_numbers(
     batch: Sequence[ScoredChunk], distill: DistillConfig, weights: Sequence[float], n: int
 ) -> list[ScoredChunk]:
-    """Return a whole batch with the advantage and the factor of each sequence.
+    """Return a whole batch with the advantage and the factor of each sequence. `weights` are those of the functions.
 
     Dataset responses are not judged: their advantage is 0, and their factor 1.
-
-    Args:
-        weights: of the functions.
-        n: rollout.n; a sequence's index divided by it identifies its prompt.
     """
     judged = [chunk for chunk in batch if chunk.rewards is not None]
     numbers = {id(chunk): np.tile(_NEUTRAL, (chunk.rollouts.n_sequences, 1)) for chunk in batch}
     if judged:
         factors_of_sum = np.asarray(weights, np.float64)  # NaN in a sum: a function is undecided
         rewards = np.concatenate([chunk.rewards @ factors_of_sum for chunk in judged if chunk.rewards is not None])
-        groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n
+        groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n  # rollout.n: the prompts
         advantages = advantages_of(rewards, groups, distill.advantage)
         if is_path(distill.response_weight):
             factors = np.concatenate([chunk.of_group[:, 0] for chunk in judged if chunk.of_group is not None])

@@ -181,13 +181,9 @@ class TokenizerPair(Comparison):
     def align(self, response: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
         """Return the positions of the bytes that the student's tokens, [R], and those of `teacher_ids`, [R'], have."""
         nodes = self.nodes
-        row, depth, starts = _places(self.student, response)
-        teacher_row, teacher_depth, teacher_starts = _places(self.teacher, teacher_ids)
-        n = min(len(row), len(teacher_row))
-        row = row[:n]
-        depth = depth[:n]
-        teacher_row = teacher_row[:n]
-        teacher_depth = teacher_depth[:n]
+        places = *_places(self.student, response), *_places(self.teacher, teacher_ids)
+        n = min(map(len, places))
+        row, depth, teacher_row, teacher_depth = (part[:n] for part in places)
         covered = np.zeros(n, np.int64)  # at common boundaries: bytes that the nodes of both tokens have
         common = np.flatnonzero((depth == 0) & (teacher_depth == 0))
         lengths = nodes.lengths[nodes.student[response[row[common]]]]
@@ -211,7 +207,7 @@ class TokenizerPair(Comparison):
         return b"".join(pieces)
 
 
-def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the token and the place in it of each byte of a sequence, up to the first token without bytes.
 
     A mark is one position: its number has none.
@@ -222,10 +218,9 @@ def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
         if part is None:
             break
         sizes.append(1 if part.startswith(MARK) else len(part))
-    ends = np.cumsum(np.array(sizes, np.int64))
-    starts = ends - sizes if sizes else ends
-    row = np.repeat(np.arange(len(sizes)), sizes)
-    return row, np.arange(len(row)) - starts[row], starts
+    row = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
+    starts = np.cumsum([0, *sizes])
+    return row, np.arange(len(row)) - starts[row]
 
 
 class _Encoder:

@@ -54,12 +54,7 @@ class _Engine:
 
 
 class Dispatcher:
-    """Assigns the prompts of all jobs to the engines. Thread-safe.
-
-    Args:
-        engines: none has an open stream.
-        n_groups: data-parallel groups.
-    """
+    """Assigns the prompts of all jobs to the engines, of which none has an open stream. Thread-safe."""
 
     def __init__(self, engines: Engines, config: Config, n_groups: int) -> None:
         self._engines = engines

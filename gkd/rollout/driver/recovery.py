@@ -336,10 +336,8 @@ def fatal_error(
 
     Args:
         engine: its name with host and GPU.
-        cause: of this failure.
         before: cause of the failure before. If a new process raises the same error, so will the next one.
         n_restarts: of this engine so far, also in vain.
-        max_restarts: rollout.max_restarts.
     """
     if not isinstance(cause, _RECOVERABLE) or isinstance(cause, SenderFailed):
         return cause

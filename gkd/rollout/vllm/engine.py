@@ -44,7 +44,6 @@ class RolloutEngine:
 
     Args:
         model_path: Hugging Face folder; its weights are version 0 until the first `receive`.
-        config: sizes of the engine.
         dtype: "float32" | "bfloat16".
         max_model_len: maximum prompt plus response length, tokens.
         device: "cpu" | "cuda".

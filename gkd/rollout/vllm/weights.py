@@ -258,7 +258,6 @@ def sorted_changes(
     what was sent. All others follow from them, as a scan's A does, or are constants of the model.
 
     Args:
-        changed: names of the tensors.
         dtypes: of all parameters and buffers of the worker.
         record: what the worker has read of the folder at its start.
         sent: dtypes of the tensors as they were sent.

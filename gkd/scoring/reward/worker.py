@@ -207,7 +207,6 @@ class Start:
     """Hold what a worker needs.
 
     Args:
-        paths: of the functions.
         search_path: folders in which the driver finds modules.
         groups: key and path of the functions that get groups; their positions follow those of `paths`.
     """
