@@ -309,7 +309,7 @@ def with_numbers(
     if judged:
         factors_of_sum = np.asarray(weights, np.float64)  # NaN in a sum: a function is undecided
         rewards = np.concatenate([chunk.rewards @ factors_of_sum for chunk in judged if chunk.rewards is not None])
-        groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n  # rollout.n: the prompts
+        groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n  # rollout.n: prompts
         advantages = advantages_of(rewards, groups, distill.advantage)
         if is_path(distill.response_weight):
             factors = np.concatenate([chunk.of_group[:, 0] for chunk in judged if chunk.of_group is not None])

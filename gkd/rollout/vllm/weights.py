@@ -70,11 +70,8 @@ def _convolution(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class WeightReceiver(SleepMixin):
-    """Mixin for vLLM's worker class, which provides `model_runner`, `device` and `rank`."""
+    """Mixin for vLLM's worker class, which provides `rank`, too."""
 
-    model_runner: Any
-    vllm_config: Any
-    device: torch.device
     rank: int
 
     @returns_sync_errors
