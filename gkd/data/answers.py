@@ -27,11 +27,7 @@ def is_correct(response: str, reference: str, marker: str) -> bool:
 
 
 def greedy_sample(tokenizer: Any, rollout: Rollout, answer: str, marker: str) -> Sample:
-    """Return a greedy response, judged by exact match of its last turn; a truncated one is not correct.
-
-    Args:
-        answer: the reference.
-    """
+    """Return a greedy response; it is correct if it is not truncated, and its last turn matches `answer` exactly."""
     sample = as_text(tokenizer, rollout)
     text = tokenizer.decode(rollout.last_turn, skip_special_tokens=True)
     return replace(sample, answer=answer, correct=not sample.truncated and is_correct(text, answer, marker))

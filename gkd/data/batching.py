@@ -158,7 +158,6 @@ def make_micro_batches(
         max_tokens: maximum number of tokens, padding included; a longer sequence gets its own micro-batch.
         packed: concatenate sequences in one row, see `MicroBatch`; otherwise pad to the longest.
         pad_id: any valid token id; padding follows the sequence, so causal attention never reads it.
-        comparison: see `MicroBatches`.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.
@@ -213,11 +212,7 @@ def _choices_of(row: Sequence[Sequence[float]]) -> list[tuple[int, float, float]
 
 
 def _by_longest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group for padding: every sequence costs as much as the longest one of its micro-batch, so group neighbors.
-
-    Args:
-        order: indices, longest first.
-    """
+    """Group `order`, longest first, for padding: a sequence costs as much as the longest one of its micro-batch."""
     groups: list[list[int]] = []
     for i in order:
         if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= max_tokens:
@@ -228,11 +223,7 @@ def _by_longest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -
 
 
 def _by_sum(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group for packing: first-fit decreasing, at most 11/9 of the optimal number of micro-batches plus one.
-
-    Args:
-        order: indices, longest first; each sequence goes to the first micro-batch with room.
-    """
+    """Group `order`, longest first, for packing: first-fit decreasing, at most 11/9 of the optimal number plus one."""
     groups: list[list[int]] = []
     # Remaining tokens of each micro-batch; an empty one takes a sequence of any length.
     room = np.full(len(order), np.iinfo(np.int64).max)

@@ -29,7 +29,7 @@ class ChatDelta:
 
     Attributes:
         roles: of "tool" and "user", those that the template writes correctly.
-        end_id: token that ends a turn which goes on.
+        end_id: the only token behind which a turn can be continued: the delta begins behind it.
         remark: one sentence on what the template would change in earlier turns, which here stay; or empty.
 
     Args:
@@ -80,18 +80,10 @@ class ChatDelta:
         self.remark = _Remark(self._template, self.roles).text()
 
     def text(self, ids: np.ndarray) -> str:
-        """Return a turn as the environment reads it: without its end token, and with other special tokens.
-
-        Args:
-            ids: [n] int, the generated ids.
-        """
+        """Return a turn, [n] generated ids, as the environment reads it: without its end, with other special tokens."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self._end_ids else ids
         text: str = self._tokenizer.decode(body.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-    def follows(self, last_id: int) -> bool:
-        """Return whether a turn that ended with this id can be continued: the delta begins behind one end token."""
-        return last_id == self.end_id
 
     def ids(self, messages: Sequence[Message]) -> np.ndarray:
         """Return the delta, [n] int32: messages behind the end token of a turn, and the beginning of the next answer.
@@ -227,11 +219,6 @@ class _Remark:
             frame = self._template.frame_behind([role])
             text += turn + frame.end + frame.around(["m"])
             messages += [said("assistant", self._opened + turn), said(role, "m")]
-        return self._written(messages) != text
-
-    def _written(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation, or nothing if the template refuses it."""
-        try:
-            return self._template.render(messages)
-        except TemplateFailed:
-            return ""
+        with suppress(TemplateFailed):
+            return self._template.render(messages) != text
+        return True

@@ -14,7 +14,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,13 +46,9 @@ _Column = tuple[Callable[..., list[Any]], tuple[Any, ...]]
 
 
 def reserve_size(max_running: int, n_sequences: int, n_engines: int) -> int:
-    """Return how many sequences each of several engines gets in addition to the sequences that it runs.
+    """Return how many of a batch's sequences each of several engines gets in addition to `max_running`, which it runs.
 
     It starts them while the driver does not yet have its finished ones.
-
-    Args:
-        max_running: sequences that an engine runs.
-        n_sequences: of a batch.
     """
     least, most = (max_running * share for share in _RESERVE)
     return max(CHUNK_SIZE, math.ceil(min(max(n_sequences / n_engines * _RESERVE_OF_SHARE, least), most)))
@@ -83,20 +79,14 @@ def whole_groups(config: Config, size: int) -> int:
 def linger_s(n_sequences: int, *, soon: bool) -> float:
     """Return how long a finished sequence waits at most for others of its chunk.
 
-    Args:
-        n_sequences: of a batch.
-        soon: in proportion to the batch; False: the longest time, which a single engine takes outside of a stream.
+    Soon means in proportion to the batch; otherwise it is the longest time, as of a single engine outside of a stream.
     """
     least, most = _LINGER_S
     return min(max(_LINGER_S_PER_SEQUENCE * n_sequences, least), most) if soon else most
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int | None = None) -> RolloutChunk:
-    """Return the sizes of rollouts with equal `on_policy`; `ref` is None.
-
-    Args:
-        policy_version: of dataset responses; None means the rollouts have their own.
-    """
+    """Return the sizes of rollouts with equal `on_policy`, of `policy_version` or, with None, their own; no `ref`."""
     n_response = [r.n_own for r in rollouts]
     rows = (
         [r.sample_index for r in rollouts],
@@ -125,11 +115,7 @@ def part_of(chunk: RolloutChunk, positions: Sequence[int] | np.ndarray) -> Rollo
 
 
 def distinct_4grams(ids: np.ndarray) -> int:
-    """Return the number of distinct sequences of 4 consecutive ids.
-
-    Args:
-        ids: [R] int32, not negative.
-    """
+    """Return the number of distinct sequences of 4 consecutive ids, which are [R] int32 and not negative."""
     if len(ids) < 4:
         return 0
     wide = ids.astype(np.int64)
@@ -138,11 +124,7 @@ def distinct_4grams(ids: np.ndarray) -> int:
 
 
 def encode_sizes(chunk: RolloutChunk, job: int = 0) -> bytes:
-    """Encode all fields of a whole chunk except `ref`.
-
-    Args:
-        job: that the rollouts were generated for, see `gkd.rollout.driver.dispatcher`.
-    """
+    """Encode all fields of a whole chunk except `ref`, and the id of the job that the rollouts were generated for."""
     return _HEAD.pack(job, chunk.dp_rank, chunk.n_sequences, chunk.on_policy) + chunk.sizes.tobytes()
 
 
@@ -260,9 +242,4 @@ def _records(kind: type, columns: Sequence[_Column]) -> list[Any]:
 
 
 def _split(joined: Any, lengths: Sequence[int]) -> list[Any]:
-    arrays = []
-    start = 0
-    for length in lengths:
-        arrays.append(joined[start : start + length])
-        start += length
-    return arrays
+    return [joined[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]

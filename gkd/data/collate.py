@@ -162,11 +162,7 @@ def _samples(rollouts: Sequence[Rollout]) -> tuple[tuple[int, int], ...]:
 
 
 def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor:
-    """Return [N] int64: the position before each own token.
-
-    Args:
-        starts: [B], position of each sequence's first token.
-    """
+    """Return [N] int64: the position before each own token. `starts`, [B], are those of the sequences' first tokens."""
     first = [int(start) + len(r.prompt_ids) - 1 for start, r in zip(starts, rollouts, strict=True)]
     rows = [begin + _own_positions(r) for begin, r in zip(first, rollouts, strict=True)]
     return torch.from_numpy(np.concatenate(rows))
@@ -269,7 +265,6 @@ def sequence_weights(
     """Return the factor c of each sequence: [n] float32.
 
     Args:
-        rollouts: of this rank.
         counts: [n_routes, 2], of the global batch, see `route_counts`.
         normalize: distill.normalize.
     """

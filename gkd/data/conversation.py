@@ -364,12 +364,13 @@ def quoted(value: Any) -> str:
 class TeacherPrompts:
     """Return the teacher's prompt of each row, before tokenization, and count them.
 
-    `template` is teacher.prompt_template. Raises ConfigError: it is not valid.
+    `template` is teacher.prompt_template; `is_template`: they are made with it. Raises ConfigError: it is not valid.
     """
 
     def __init__(self, config: DataConfig, template: str) -> None:
         self._config = config
         self._template = template
+        self.is_template = bool(template)
         self._parts = template_parts(template) if template else []
         self._columns = {
             "prompt": config.prompt_key,
@@ -386,11 +387,6 @@ class TeacherPrompts:
         return "data.teacher_prompt_key", self._config.teacher_prompt_key
 
     @property
-    def is_template(self) -> bool:
-        """Return whether the teacher's prompts are made with teacher.prompt_template."""
-        return bool(self._template)
-
-    @property
     def columns(self) -> set[str]:
         """Return the columns of a row that `of` uses, apart from the prompt's."""
         return {self._columns.get(name, name) for _, name in self._parts if name}
@@ -398,10 +394,8 @@ class TeacherPrompts:
     def of(self, row: Mapping[str, Any], prompt: Conversation, where: str) -> Conversation | None:
         """Return the row's prompt for the teacher, made from the student's; None means the student's prompt.
 
-        A template replaces the text of a prompt. Of messages it replaces the last one; the others stay.
-
-        Raises:
-            ConfigError: the row lacks a column of the template, or its prompt for the teacher is unusable.
+        A template replaces the text of a prompt. Of messages it replaces the last one; the others stay. Raises
+        ConfigError: the row lacks a column of the template, or its prompt for the teacher is unusable.
         """
         self._n_rows += 1
         teacher_prompt = None

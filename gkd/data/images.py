@@ -28,10 +28,7 @@ _SOURCES = ("bytes", "image", "image_url", "url", "path")  # keys of an object t
 class ImageReader:
     """Read the images of rows. Memory does not grow with their bytes: images in rows are kept in a file without a name.
 
-    Args:
-        processor: the student's.
-        key: data.images_key.
-        folder: for the file.
+    The processor is the student's, the key data.images_key, and the folder is for the file.
     """
 
     def __init__(self, processor: ImageProcessor, key: str, folder: Path) -> None:

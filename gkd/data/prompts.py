@@ -69,10 +69,7 @@ def ids_column(response_key: str) -> str:
 
 
 def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a local model folder; never accesses a hub.
-
-    Args:
-        key: config key of the folder, for errors.
+    """Load the tokenizer of a local model folder, which errors name by its config key; never accesses a hub.
 
     Raises:
         ConfigError: the folder is missing or has no usable tokenizer.

@@ -42,9 +42,7 @@ class PromptRenderer:
     """Render and tokenize conversations for one tokenizer.
 
     Args:
-        chat_template: data.chat_template.
-        variables: data.chat_template_kwargs.
-        system_prompt: data.system_prompt.
+        chat_template, variables, system_prompt: data.chat_template, data.chat_template_kwargs and data.system_prompt.
         tools: key that the tools come from, and its value; None: no prompt offers tools.
         images: of the model, if prompts may have some; the tokens are then those of its processor, which puts the
             beginning in front of what a template writes.
@@ -109,11 +107,9 @@ class PromptRenderer:
         """Return a prompt's text and tokens.
 
         A text that begins as the template's prompts do is rendered already, and is used as it is. Other prompts begin
-        with the system prompt, unless they have a message of the system. `where` is file and line of the row.
-
-        Raises:
-            ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template; a
-                rendered text lacks the system prompt or tools; there is no template for messages, or no token.
+        with the system prompt, unless they have a message of the system. `where` is file and line of the row. Raises
+        ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template; a
+        rendered text lacks the system prompt or tools; there is no template for messages, or no token.
         """
         if prompt.messages and not self.applies:
             has = self.template.exists
@@ -194,11 +190,7 @@ class PromptRenderer:
         return list(self._tokenizer(text, add_special_tokens=whole)["input_ids"])
 
     def _encode(self, text: str, setting: Setting, where: str, begins: bool = False) -> list[int]:
-        """Return the tokens of a text: with the tokenizer's beginning once, and without an end.
-
-        Args:
-            begins: the text has whatever tokens stand in front of it.
-        """
+        """Return the tokens of a text, which `begins` itself or gets the tokenizer's beginning once; without an end."""
         try:
             text = text if self._images is None else self._images.spelled(text)
         except ImageError as error:

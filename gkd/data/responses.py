@@ -54,10 +54,8 @@ class ResponseReader:
         """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
 
         What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
-
-        Raises:
-            ConfigError: an answer repeats the end of its prompt, has no tokens, or an end token before its end; the
-                template does not write it behind its prompt, or cannot write a message between two turns.
+        Raises ConfigError: an answer repeats the end of its prompt, has no tokens, or an end token before its end; the
+        template does not write it behind its prompt, or cannot write a message between two turns.
         """
         pieces: list[tuple[list[int], bool]] = []
         history: list[dict[str, Any]] = []
@@ -104,7 +102,7 @@ class ResponseReader:
                 log.warning(_UNENDED, ended.count(False), len(ended), tag, _end_of_thought(tag), _NO_THOUGHTS)
 
     def _between(self, prompt: Rendered, history: list[Any], messages: list[Any], where: str, end: int) -> list[int]:
-        if not self._delta().follows(end):
+        if end != self._delta().end_id:
             raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
         plain = [said(message["role"], message["content"]) for message in messages]  # without its time, for example
         if plain != messages:

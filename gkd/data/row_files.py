@@ -159,13 +159,7 @@ def fingerprint(file: str, key: str) -> dict[str, object]:
     """Return `bytes`, `xxh3_128` and `rows` of a JSONL or parquet file that `load_prompts` has accepted.
 
     Reads the file once, right after `load_prompts` has: usually from the cache of the operating system. Rows that
-    `data.truncation: drop` leaves out are counted.
-
-    Args:
-        key: config key of the file, for the error.
-
-    Raises:
-        ConfigError: the file cannot be read any more.
+    `data.truncation: drop` leaves out are counted. Raises ConfigError: the file cannot be read any more.
     """
     path = Path(file)
     digest = xxhash.xxh3_128()

@@ -47,22 +47,53 @@ class PromptSampler:
 
 
 class RouteSampler(PromptSampler):
-    """Return prompts of each route by its share of the positions.
+    """Return prompts of each route by its share of the positions: data.domain_shares.
+
+    After s batches each route but the one with the largest share has had exactly floor(s * share * batch_size) prompts,
+    and that one the rest.
 
     Args:
         prompts: of all routes, in file order; each route has one.
-        shares: route of each position.
+        shares: by route, > 0; only their ratios count.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, shares: RouteShares) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], shares: Sequence[float], batch_size: int, *, shuffle: bool, seed: int
+    ) -> None:
         super().__init__(prompts, shuffle=shuffle, seed=seed)
-        by_route = [[p for p in prompts if p.route == route] for route in range(shares.n_routes)]
-        self._shares = shares
+        exact = [Fraction(repr(share)) for share in shares]
+        self._each = [share / sum(exact) * batch_size for share in exact]
+        self._largest = int(np.argmax(shares))
+        self._size = batch_size
+        self._places: tuple[int, list[tuple[int, int]]] = (-1, [])  # cache: (batch, result of `_batch`)
+        by_route = [[p for p in prompts if p.route == route] for route in range(len(shares))]
         self._orders = [PromptSampler(route_prompts, shuffle=shuffle, seed=seed) for route_prompts in by_route]
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        places = [self._shares.at(position) for position in range(start, start + count)]
-        return [self._orders[route].take(place, 1)[0] for route, place in places]
+        prompts = []
+        for position in range(start, start + count):
+            batch, index = divmod(position, self._size)
+            if self._places[0] != batch:
+                self._places = batch, self._batch(batch)
+            route, place = self._places[1][index]
+            prompts += self._orders[route].take(place, 1)
+        return prompts
+
+    def _batch(self, batch: int) -> list[tuple[int, int]]:
+        """Return the route of each position, and how many positions before it have the same route."""
+        before = self._counts(batch)
+        after = self._counts(batch + 1)
+        routes = np.repeat(np.arange(len(before)), np.subtract(after, before))
+        numbered = []
+        for route in np.random.default_rng([self._seed, batch, _ROUTES]).permutation(routes).tolist():
+            numbered.append((route, before[route]))
+            before[route] += 1
+        return numbered
+
+    def _counts(self, batch: int) -> list[int]:
+        counts = [int(batch * per_batch) for per_batch in self._each]
+        counts[self._largest] += batch * self._size - sum(counts)
+        return counts
 
 
 def make_sampler(config: Config, prompts: Sequence[Prompt]) -> PromptSampler:
@@ -71,8 +102,8 @@ def make_sampler(config: Config, prompts: Sequence[Prompt]) -> PromptSampler:
     if not data.domain_shares:
         return PromptSampler(prompts, shuffle=data.shuffle, seed=data.seed)
     by_route = [share for _, share in sorted(data.domain_shares.items())]
-    shares = RouteShares(by_route, config.trainer.global_batch_size, data.seed)
-    return RouteSampler(prompts, shuffle=data.shuffle, seed=data.seed, shares=shares)
+    size = config.trainer.global_batch_size
+    return RouteSampler(prompts, by_route, size, shuffle=data.shuffle, seed=data.seed)
 
 
 # They separate these permutations from those of the epochs, which are drawn from (seed, epoch).
@@ -100,49 +131,3 @@ def on_policy_indices(step: int, batch_size: int, share: float, seed: int) -> li
     count = int((step + 1) * per_step) - int(step * per_step)
     indices = np.random.default_rng([seed, step, _STREAM]).permutation(batch_size)[:count]
     return sorted(indices.tolist())
-
-
-class RouteShares:
-    """Assign a route to each position of the training order: data.domain_shares.
-
-    After s batches each route but the one with the largest share has had exactly floor(s * share * batch_size) prompts,
-    and that one the rest.
-
-    Args:
-        shares: by route, > 0; only their ratios count.
-    """
-
-    def __init__(self, shares: Sequence[float], batch_size: int, seed: int) -> None:
-        total = sum(Fraction(repr(share)) for share in shares)
-        self._each = [Fraction(repr(share)) / total * batch_size for share in shares]
-        self._largest = int(np.argmax(shares))
-        self._size = batch_size
-        self._seed = seed
-        self._cached: tuple[int, list[tuple[int, int]]] = (-1, [])
-
-    @property
-    def n_routes(self) -> int:
-        return len(self._each)
-
-    def at(self, position: int) -> tuple[int, int]:
-        """Return the route of a position, and how many positions before it have the same route."""
-        batch, index = divmod(position, self._size)
-        if self._cached[0] != batch:
-            self._cached = batch, self._batch(batch)
-        return self._cached[1][index]
-
-    def _batch(self, batch: int) -> list[tuple[int, int]]:
-        before = self._counts(batch)
-        after = self._counts(batch + 1)
-        routes = np.repeat(np.arange(len(before)), np.subtract(after, before))
-        mixed = np.random.default_rng([self._seed, batch, _ROUTES]).permutation(routes).tolist()
-        numbered = []
-        for route in mixed:
-            numbered.append((route, before[route]))
-            before[route] += 1
-        return numbered
-
-    def _counts(self, batch: int) -> list[int]:
-        counts = [int(batch * per_batch) for per_batch in self._each]
-        counts[self._largest] += batch * self._size - sum(counts)
-        return counts

@@ -169,13 +169,10 @@ def scatter_to_ranks(
     """
     if not chunks:
         return [[] for _ in range(n_ranks)]
-    n_tokens = work(_joined([chunk.n_tokens for chunk in chunks]), attention_length)
-    chunk_of = np.repeat(np.arange(len(chunks)), [chunk.n_sequences for chunk in chunks])
-    index_of = np.concatenate([np.arange(chunk.n_sequences) for chunk in chunks])
     order = np.argsort(_joined([chunk.sample_index for chunk in chunks]), kind="stable")
-    n_tokens = n_tokens[order]
-    chunk_of = chunk_of[order]
-    index_of = index_of[order]
+    n_tokens = work(_joined([chunk.n_tokens for chunk in chunks]), attention_length)[order]
+    chunk_of = np.repeat(np.arange(len(chunks)), [chunk.n_sequences for chunk in chunks])[order]
+    index_of = np.concatenate([np.arange(chunk.n_sequences) for chunk in chunks])[order]
     middle = n_tokens.cumsum() - n_tokens / 2
     first_guess = np.minimum(middle * n_ranks // n_tokens.sum(), n_ranks - 1)
     groups = [np.flatnonzero(first_guess == rank).astype(np.int32) for rank in range(n_ranks)]
@@ -196,8 +193,7 @@ def select(
     """Return the selected sequences of all chunks and their scores.
 
     Args:
-        sequence_indices: by chunk.
-        scores: by chunk; None on pipeline stages that compute no loss.
+        scores: by chunk, as the others; None on pipeline stages that compute no loss.
 
     Raises:
         DataError: a chunk lacks a selected sequence, or has a different number of rollouts and scores.
@@ -215,11 +211,7 @@ def select(
 
 
 def with_numbers(rollouts: Sequence[Rollout], numbers: Sequence[bytes]) -> list[Rollout]:
-    """Return the selected sequences with their advantages and factors.
-
-    Args:
-        rollouts: of `select`.
-        numbers: by part, see `GroupPart`.
+    """Return the sequences of `select` with their advantages and factors; `numbers` are by part, see `GroupPart`.
 
     Raises:
         DataError: there are not two for each sequence.
@@ -238,10 +230,8 @@ def map_selected(
 ) -> list[list[T]]:
     """Return, by chunk, the result of `compute` for each selected sequence.
 
-    `compute` is called once, with the sequences of all chunks; also with none, since it may be a collective.
-
-    Raises:
-        DataError: a chunk lacks a selected sequence.
+    `compute` is called once, with the sequences of all chunks; also with none, since it may be a collective. Raises
+    DataError: a chunk lacks a selected sequence.
     """
     selected = [
         [chunk[i] for i in decode_indices(selection, len(chunk))]
@@ -384,20 +374,16 @@ def _relieve(heavy: _Group, light: _Group) -> bool:
     moved = int(heavy.lengths[single])
     # An exchange costs two moves, so it must leave less than half of the gap that a single move leaves.
     best = abs(gap - 2 * moved) / 2 if 0 < moved < gap else float(gap)
-    exchange = None
     if len(light.lengths):
         offered = heavy.all_nearest(light.lengths + gap / 2)
         net = heavy.lengths[offered] - light.lengths
         left = np.where((net > 0) & (net < gap), np.abs(gap - 2 * net), np.inf)
         returned = int(left.argmin())
         if left[returned] < best:
-            exchange = int(offered[returned]), returned
-    if exchange is not None:
-        index, returned = exchange
-        key = light.keys[returned]
-        heavy.give(light, index)
-        light.give(heavy, int(np.searchsorted(light.keys, key)))
-        return True
+            key = light.keys[returned]
+            heavy.give(light, int(offered[returned]))
+            light.give(heavy, int(np.searchsorted(light.keys, key)))
+            return True
     if 0 < moved < gap:
         heavy.give(light, single)
         return True

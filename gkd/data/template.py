@@ -84,7 +84,6 @@ class ChatTemplate:
         date: today's date, if the template has asked for it.
 
     Args:
-        variables: of the template.
         end_ids: tokens that end a turn. Those that are not added tokens do not separate the text, and are ignored.
     """
 

@@ -192,9 +192,7 @@ def written_calls(tokenizer: Any, variables: dict[str, Any]) -> tuple[str, ...]:
     """Return turns of both calls in `PROBE`, and of the first, in each way in which the chat template writes them.
 
     Some templates want arguments as an object, others as JSON text. Nothing: the template fails, or leaves out calls.
-
-    Args:
-        variables: data.chat_template_kwargs.
+    `variables` are data.chat_template_kwargs.
     """
     about = {"description": "-", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": {"name": call.name, **about}} for call in PROBE]

@@ -40,7 +40,6 @@ class Start(msgspec.Struct, frozen=True):
     """Hold what a worker needs.
 
     Args:
-        path: of the class.
         search_path: folders in which the driver finds modules.
         memory_gib: limit of the address space of each process, those that tools start included; 0: none.
         timeout_s: limit of one `step`, and of one `close`; `Environments` sets it.
@@ -74,12 +73,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Server:
-    """The trajectories of this process.
-
-    Args:
-        kind: the class.
-        send: sends an answer.
-    """
+    """The trajectories of this process: objects of the class `kind`, whose answers `send` sends."""
 
     def __init__(self, kind: type[Any], start: Start, send: Callable[[Answer], object]) -> None:
         self._kind = kind

@@ -92,9 +92,4 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 def _version(*names: str) -> str | None:
     """Return the version of the first of these distributions that is installed, or None."""
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((found.version for name in names for found in metadata.distributions(name=name)), None)

@@ -21,8 +21,7 @@ from gkd.preflight.teacher import as_rollout
 from gkd.run.open import SAME_PROBE, largest_difference
 from gkd.scoring.teacher.http_client import IN_FLIGHT, HttpTeacher
 from gkd.scoring.teacher.info import Probe, TeacherInfo
-from gkd.types import Prompt, Rollout, TeacherScores
-from teacher_server.wire.protocol import Signal
+from gkd.types import Prompt
 
 log = get_logger("preflight")
 
@@ -96,7 +95,7 @@ class _Probe:
         """Check K, and that lists and single logprobs are of the same rows."""
         with self._refused("its lists are unusable"):
             try:
-                (scores,) = self._scores([as_rollout(ids)], ("topk", "sampled"))
+                (scores,) = self._teacher.submit([as_rollout(ids)], ("topk", "sampled")).result()
             except TeacherRefusal as error:
                 fix = f"start vLLM with --max-logprobs {self._config.teacher.topk}, or use less; its default is 20."
                 raise self._config.error("teacher.topk", f"{error}.", fix) from error
@@ -106,7 +105,7 @@ class _Probe:
             with_ids = replace(as_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.ids[:, -n:]))
             fix = "start vLLM with --enable-scale-out and VLLM_USE_V2_MODEL_RUNNER=1, or use teacher."
             with self._refused("the teacher cannot score given ids", "distill.support", fix):
-                (chosen,) = self._scores([with_ids], ("topk",))
+                (chosen,) = self._teacher.submit([with_ids], ("topk",)).result()
             assert chosen.topk is not None
             self._check_rows(chosen.topk.logprobs, scores.topk.logprobs, "of given and of listed ids")
 
@@ -171,11 +170,8 @@ class _Probe:
     def _sampled(self, sequences: Sequence[np.ndarray], problem: str) -> list[np.ndarray]:
         """Return the logprobs of each sequence's tokens from the second one on, [n - 1] float32."""
         with self._refused(problem):
-            scores = self._scores([as_rollout(ids) for ids in sequences], ("sampled",))
+            scores = self._teacher.submit([as_rollout(ids) for ids in sequences], ("sampled",)).result()
         return [score.sampled_logprobs for score in scores if score.sampled_logprobs is not None]
-
-    def _scores(self, rollouts: Sequence[Rollout], signals: Sequence[Signal]) -> list[TeacherScores]:
-        return self._teacher.submit(rollouts, signals).result()
 
     @contextmanager
     def _refused(self, problem: str, key: str = "", fix: str = "") -> Iterator[None]:

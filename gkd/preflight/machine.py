@@ -123,21 +123,14 @@ def check_machine() -> None:
     for warning in toolchain_problems():
         log.warning("%s", warning)
     if refusals:
-        first = refusals[0]
-        raise ConfigError(first.key, first.value, first.problem, first.fix, refusals[1:])
+        raise ConfigError.together(refusals)
 
 
 def check_transformer_engine(layers: str) -> None:
     """Refuse a Transformer Engine that cannot be imported, in a process of its own: the error may be a signal.
 
     Megatron-core imports it wherever it is installed, for all layers, and catches ImportError only. The missing library
-    of another CUDA is an OSError.
-
-    Args:
-        layers: actor.layers.
-
-    Raises:
-        ConfigError: naming actor.layers.
+    of another CUDA is an OSError. Raises ConfigError: naming actor.layers.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         if layers == "te":
@@ -214,8 +207,4 @@ def _newer_libcuda(cuda: str) -> bool:
 
 
 def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(metadata.distributions(name=name))

@@ -95,8 +95,7 @@ def check_reference(config: Config, tokenizer: Any, n_vocab: int) -> str:
     """Check that the model of `Derived.reference_folder` can score the student's tokens.
 
     Args:
-        tokenizer: the student's tokenizer.
-        n_vocab: token ids that the student generates.
+        n_vocab: token ids of the tokenizer, the student's, that it generates.
 
     Returns:
         The fingerprint of the weights; a resumed run must have the same.

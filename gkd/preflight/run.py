@@ -152,11 +152,7 @@ class _Checks:
         self.identity: dict[str, Any] = {}  # content of teacher.json
 
     def run(self) -> Callable[[], Plan] | None:
-        """Make each check that has what it needs.
-
-        Returns:
-            What takes the run folder; None with a mistake, or if the teacher was not asked.
-        """
+        """Make each check that has what it needs; return what takes the run folder, or None with a mistake."""
         self.on_hub, self.recorded = _without_torch(self.config, self.mistakes, with_teacher=self.with_teacher)
         self.teachers = self.recorded
         self._losses()
@@ -359,10 +355,7 @@ def models_compared(
     n_student_vocab: int,
     eos_ids: Sequence[int],
 ) -> Comparison:
-    """Choose how the loss compares the student with its teachers.
-
-    Args:
-        other_tokenizer: the teacher's, if its tokens are others.
+    """Choose how the loss compares the student with its teachers; `other_tokenizer` is a teacher's with other tokens.
 
     Raises:
         ConfigError: the tokenizers or the limits of a teacher do not fit.
@@ -393,11 +386,7 @@ def read_student(config: Config) -> tuple[Any, int, list[int]]:
 
 
 def read_tokenizer(config: Config, n_vocab: int) -> tuple[Any, list[int]]:
-    """Return the student's tokenizer and its end tokens. Raises ConfigError, ModelError.
-
-    Args:
-        n_vocab: rows of the student's embedding.
-    """
+    """Return the student's tokenizer and its end tokens; its embedding has `n_vocab` rows. Raises as `read_student`."""
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, n_vocab)
     end_ids = eos_token_ids(config.model.path, tokenizer)
@@ -440,12 +429,9 @@ def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
 def probed_teachers(
     config: Config, teachers: tuple[TeacherInfo, ...], tokenizer: Any, train: Sequence[Prompt], n_student_vocab: int
 ) -> tuple[TeacherInfo, ...]:
-    """Return the teachers, with what probes tell of those that are not described.
+    """Return the teachers, which read the ids of `tokenizer`, with what probes tell of those that are not described.
 
     Raises as `gkd.preflight.http_teacher.probed`.
-
-    Args:
-        tokenizer: whose ids the teachers read.
     """
     if config.derived.teacher_pool or all(route.teacher.kind.is_described for route in config.derived.routes):
         return teachers

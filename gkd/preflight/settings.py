@@ -79,11 +79,7 @@ def stale_losses(config: Config) -> list[str]:
 
 
 def warn_about_settings(config: Config, gib: float) -> None:
-    """Log warnings about valid settings that may be unintended.
-
-    Args:
-        gib: result of `scores_gib`.
-    """
+    """Log warnings about valid settings that may be unintended; `gib` is the result of `scores_gib`."""
     if config.trainer.global_batch_size < config.derived.n_engines:
         log.warning(
             "trainer.global_batch_size %d is less than the number of engines (%d): some engines will be idle",

@@ -73,7 +73,12 @@ def check_student(config: Config) -> int:
     path = config.model.path
     longest = config.derived.max_sequence_length
     with checked_folder("model.path", path):
-        vocab_size, max_positions = _CHECKS[config.actor.backend_name](config)
+        if config.actor.backend_name == "megatron":
+            vocab_size, max_positions = _check_megatron(config)
+        else:
+            from gkd.preflight.meta_models import check_fsdp_student  # imports transformers
+
+            vocab_size, max_positions = check_fsdp_student(config)
     if config.derived.engine_adapter_rank:
         _check_engine_adapters(path)
     if longest > max_positions:
@@ -90,9 +95,6 @@ def _check_megatron(config: Config) -> tuple[int, int]:
 
     Returns:
         (vocabulary size, longest sequence in tokens)
-
-    Raises:
-        ConfigError, ModelError: something does not fit.
     """
     path = config.model.path
     actor = config.actor
@@ -110,15 +112,6 @@ def _check_megatron(config: Config) -> tuple[int, int]:
     megatron_stages(config, ModelFolder(config_json, dims, None))
     check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     return dims.vocab_size, dims.max_positions
-
-
-def _check_fsdp(config: Config) -> tuple[int, int]:
-    from gkd.preflight.meta_models import check_fsdp_student  # imports transformers
-
-    return check_fsdp_student(config)
-
-
-_CHECKS = {"megatron": _check_megatron, "fsdp2": _check_fsdp}  # value of actor.strategy -> its check
 
 
 def _check_engine_adapters(path: str) -> None:

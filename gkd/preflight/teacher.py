@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -105,10 +106,11 @@ def request_info(route: Route) -> TeacherInfo:
     budget_s = min(TEACHER_HELLO_S, settings.outage_budget_s)
     teacher = open_teacher(settings, k=settings.topk, n_vocab=0, n_in_flight=1, outage_budget_s=budget_s)
     try:
-        info = teacher.info()
-        if settings.signal == "hidden":
-            _check_head(teacher)
-        return info
+        with closing(teacher):
+            info = teacher.info()
+            if settings.signal == "hidden":
+                _check_head(teacher)
+            return info
     except TeacherUnavailable as error:
         raise TeacherUnavailable(f"{_address(route)}: {error}") from error
     except TeacherRefusal as error:
@@ -119,8 +121,6 @@ def request_info(route: Route) -> TeacherInfo:
         if error.code != "bad_request":
             raise
         raise route.error("name", f"{error}.", "use one of the server's names.") from error
-    finally:
-        teacher.close()
 
 
 def _check_head(teacher: Teacher) -> None:
@@ -159,12 +159,7 @@ def rollout_teacher(config: Config, device: str) -> TeacherInfo:
 
 
 def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
-    """Return the description of a teacher on processes of the run.
-
-    Args:
-        key: that names the model's folder.
-        facts: of `TeacherInfo`, those that the kind of the teacher decides.
-    """
+    """Return the description of a teacher on processes of the run; its kind decides the facts, and `key` its folder."""
     path = config.value(key)
     tokenizer = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
     return TeacherInfo(
@@ -185,10 +180,7 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
     """Check that a teacher and the student use the same token ids, and that it supports the sequence length.
 
     Their numbers of rows may differ, because models pad the embedding of one tokenizer differently. The map token -> id
-    must not differ, see `shared_ids`: scores would belong to other tokens.
-
-    Returns:
-        The number of shared token ids.
+    must not differ, see `shared_ids`: scores would belong to other tokens. Return the number of shared token ids.
     """
     kind = f"teacher of route {route.name}," if route.name else "teacher"
     n_vocab = student_vocab  # if the teacher's ids are unknown, see `gkd.preflight.http_teacher`
@@ -376,10 +368,9 @@ def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[Teacher
     except (OSError, msgspec.DecodeError):
         raise away from None
     names = [route.teacher.name for route in config.derived.routes]
-    now = _addresses(config)
     if len(recorded) != len(names):
         raise away
-    for name, address, (before, teacher) in zip(names, now, recorded, strict=True):
+    for name, address, (before, teacher) in zip(names, _addresses(config), recorded, strict=True):
         if name != teacher.teacher if name else address != before:
             fix = f"or set teacher.name={teacher.teacher} to train without a server on the scores in teacher.store"
             raise TeacherUnavailable(f"{away}, {fix}: those of {teacher.model_name}, from {before}")

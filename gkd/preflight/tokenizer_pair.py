@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -186,11 +187,10 @@ def _check_units(config: Config, route: Route, pair: TokenizerPair, text: np.nda
     settings = route.teacher
     teacher = open_teacher(settings, k=settings.topk, n_vocab=pair.n_listed, n_in_flight=1, units=pair.unit_of_token)
     try:
-        teacher.submit([as_rollout(text[: pair.max_tokens])], config.derived.signals).result()
+        with closing(teacher):
+            teacher.submit([as_rollout(text[: pair.max_tokens])], config.derived.signals).result()
     except TeacherRefusal as error:
         raise config.error("teacher.signal", f"{error}.", "use topk.") from error
-    finally:
-        teacher.close()
 
 
 def _text(pair: TokenizerPair, prompt: Prompt) -> np.ndarray:
@@ -215,8 +215,7 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
     n = len(pair.teacher)
     n_safe = list[bool]()
     masses = list[np.ndarray]()
-    teacher = open_teacher(settings, k=min(settings.topk, n), n_vocab=n, n_in_flight=8)
-    try:
+    with closing(open_teacher(settings, k=min(settings.topk, n), n_vocab=n, n_in_flight=8)) as teacher:
         asked = [as_rollout(text[: pair.max_tokens], i) for i, text in enumerate(texts) if len(text) > 1]
         futures = [teacher.submit([sequence], ["topk"]) for sequence in asked]
         for sequence, future in zip(asked, futures, strict=True):
@@ -232,6 +231,4 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
                 ]
                 p_token = row[ids.index(token)] if token in ids else 0.0
                 n_safe.append(bool(p_token >= SAFE_SHARE * row[alike].sum()))
-    finally:
-        teacher.close()
     return float(np.mean(n_safe or [True])), float(np.concatenate(masses).mean()) if masses else 1.0

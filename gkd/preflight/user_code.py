@@ -52,7 +52,6 @@ def check_functions(
     """Raise ConfigError if a function cannot be imported, has another form, or does not judge the first row.
 
     Args:
-        key: of the functions, `paths`.
         prompts, tokenizer: without them no function is called.
     """
     if not paths:
@@ -60,14 +59,13 @@ def check_functions(
     workers = RewardWorkers(reward_worker.Start(config, tuple(paths), search_path()), 1, config.reward.timeout_s)
     fix = "name a function in a module that this folder or PYTHONPATH has, see docs/losses.md."
     try:
-        workers.wait_ready(_IMPORT_S)
-        fix = "correct the function, or the row; see docs/losses.md."
-        if prompts:
-            workers.values(range(len(paths)), [_first_case(config, prompts[0], tokenizer)])
+        with closing(workers):
+            workers.wait_ready(_IMPORT_S)
+            fix = "correct the function, or the row; see docs/losses.md."
+            if prompts:
+                workers.values(range(len(paths)), [_first_case(config, prompts[0], tokenizer)])
     except RewardError as error:
         raise ConfigError(key, list(paths), f"{error}.", fix) from error
-    finally:
-        workers.close()
 
 
 def _first_case(config: Config, prompt: Prompt, tokenizer: Any) -> reward_worker.Case:
@@ -95,8 +93,7 @@ def check_group_function(config: Config, key: str, prompt: Prompt, tokenizer: An
     rows = RowTable.of([prompt])
     functions = {TRAINING: config.derived.rewards}
     try:
-        judging = Judging(alone, functions, 1, search_path(), rows, rows, tokenizer, tools)
-        with closing(judging):
+        with closing(Judging(alone, functions, 1, search_path(), rows, rows, tokenizer, tools)) as judging:
             judging.prompted(rollouts) if key == PROMPT_FUNCTION else judging.judge(rollouts, TRAINING)
     except RewardError as error:
         problem, _, fix = str(error).partition(" Fix: ")
@@ -115,18 +112,17 @@ def environment_tools(config: Config, tokenizer: Any) -> Tools:
         return ()
     written = written_calls(tokenizer, config.data.chat_template_kwargs)
     start = environment_worker.Start(path, search_path(), written=written)
-    environments = Environments(start, 1, config.rollout.environment_timeout_s)
     try:
-        environments.wait_ready(_IMPORT_S)
-        if environments.tools and not written:
-            log.info("the chat template writes no calls of tools: see docs/environments.md for the forms that are read")
-        return environments.tools
+        with closing(Environments(start, 1, config.rollout.environment_timeout_s)) as environments:
+            environments.wait_ready(_IMPORT_S)
+            tools = environments.tools
     except EnvironmentError as error:
         problem, _, fix = str(error).partition(". Fix: ")
         fix = fix or "name a class of a module that this folder or PYTHONPATH has, see docs/environments.md"
         raise config.error("rollout.environment", f"{problem}.", f"{fix}.") from error
-    finally:
-        environments.close()
+    if tools and not written:
+        log.info("the chat template writes no calls of tools: see docs/environments.md for the forms that are read")
+    return tools
 
 
 def check_observations(config: Config, tokenizer: Any, eos_ids: Sequence[int], tools: Tools) -> None:

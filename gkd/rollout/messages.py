@@ -72,11 +72,7 @@ def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> 
 
 
 def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
-    """Return (prompts, prompt indices) from `encode_prompts`.
-
-    Raises:
-        DataError: truncated or malformed data.
-    """
+    """Return (prompts, prompt indices) from `encode_prompts`. Raises DataError: truncated or malformed data."""
     try:
         rows = _DECODER.decode(data)
     except msgspec.DecodeError as error:

@@ -37,7 +37,6 @@ class ScoringEndpoint(GroupEndpoint):
     """Client of one data-parallel group. Scores several chunks concurrently, one per thread.
 
     Args:
-        config: the run's settings.
         comparison: of the student with the teacher, which drops its rows from `n_listed` on before it normalizes.
         fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
         windows: by route, the limits of the sequences in flight.
@@ -155,10 +154,8 @@ class ScoringEndpoint(GroupEndpoint):
         """Return the LM head, [n_vocab, D] float32; hidden states @ lm_head.T = logits before the temperature.
 
         The heads of several teachers are side by side, see `_in_columns`; D is the sum of theirs. Called once, for the
-        actor; not cached.
-
-        Raises:
-            TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or non-finite values.
+        actor; not cached. Raises TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or
+        non-finite values.
         """
         heads: dict[int, np.ndarray] = {}  # first column -> LM head
         for start, teacher, route in zip(self._head_columns[0], self.clients(), self._routes, strict=True):
@@ -211,7 +208,10 @@ class ScoringEndpoint(GroupEndpoint):
         began_s = completed_s.copy()
         try:
             for group in groups:
-                future = self._submit(teachers[rollouts[group[0]].route], [rollouts[index] for index in group])
+                together = [rollouts[index] for index in group]
+                for r in together:
+                    check_top_ids(r, self._n_student_ids, f"prompt {r.prompt_id}, sample {r.sample_index}")
+                future = teachers[together[0].route].submit(together, self._signals, mass=self._config.teacher.mass)
                 future.add_done_callback(functools.partial(_record_time, completed_s, group))
                 futures.append(future)
             done = wait(futures, return_when=FIRST_EXCEPTION).done
@@ -249,12 +249,6 @@ class ScoringEndpoint(GroupEndpoint):
         name = f" ({self._names[route]})" if self._names else ""
         return TeacherChanged(f"{error}{name}. Fix: start the server with that model and resume, or begin a new run")
 
-    def _submit(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Future[list[TeacherScores]]:
-        """Request all signals of the sequences of one request."""
-        for rollout in rollouts:
-            check_top_ids(rollout, self._n_student_ids, f"prompt {rollout.prompt_id}, sample {rollout.sample_index}")
-        return teacher.submit(rollouts, self._signals, mass=self._config.teacher.mass)
-
 
 def _record_time(completed_s: list[float], group: Sequence[int], _: Future[Any]) -> None:
     for index in group:
@@ -281,11 +275,8 @@ class Computations:
         worker = f"{route} {reply.worker}".lstrip()
         key = worker, reply.compute_s
         with self._lock:
-            batch = self._batches.get(key)
-            if batch is not None:
-                self._batches[key] = replace(batch, n_sequences=batch.n_sequences + n_sequences)
-                return
-            self._batches[key] = Computation(worker, time.time(), reply.queue_s, reply.compute_s, n_sequences)
+            batch = self._batches.get(key) or Computation(worker, time.time(), reply.queue_s, reply.compute_s, 0)
+            self._batches[key] = replace(batch, n_sequences=batch.n_sequences + n_sequences)
             if len(self._batches) > _MOST:
                 del self._batches[next(iter(self._batches))]
 

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.data.chunks import ColumnList, chunk_sizes, encode_sizes, whole_groups
-from gkd.data.row_files import RowTable
 from gkd.data.scatter import gather_results, select
-from gkd.data.template import Tools
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
 from gkd.run.rollout_file import read_sequences, write_sequences
@@ -72,29 +70,15 @@ class ScoreSummary:
 
 
 class GroupEndpoint:
-    """Hold the scores of one data-parallel group for the ranks that train on them.
-
-    Args:
-        config: the run's settings.
-    """
+    """Hold the scores of one data-parallel group for the ranks that train on them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._judging: Judging | None = None
 
-    def init_judging(
-        self,
-        functions: Mapping[str, Sequence[str]],
-        n_workers: int,
-        search_path: Sequence[str],
-        training: RowTable,
-        validation: RowTable,
-        tokenizer: Any,
-        tools: Tools = (),
-    ) -> None:
-        """Start the processes that judge responses. Arguments and errors as `gkd.scoring.reward.judging.Judging`."""
-        rows = training, validation
-        self._judging = Judging(self._config, functions, n_workers, search_path, *rows, tokenizer, tools)
+    def init_judging(self, *arguments: Any) -> None:
+        """Start the processes that judge responses: `Judging` with these arguments behind the settings."""
+        self._judging = Judging(self._config, *arguments)
 
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
         """See `gkd.scoring.reward.judging.Judging.judge`."""
@@ -115,11 +99,7 @@ class GroupEndpoint:
     ) -> tuple[list[TeacherScores], bytes]:
         """Put a chunk's scores, computed in parts by several ranks, into the object store of this host.
 
-        Args:
-            sequence_indices: of each part, see `gkd.data.scatter`.
-
-        Returns:
-            As `ScoringEndpoint.score`.
+        Arguments as for `gkd.data.scatter.gather_results`, result as of `ScoringEndpoint.score`.
         """
         scores = [score for score in gather_results(sequence_indices, score_lists) if score is not None]
         return scores, summary_of(scores).encode()
@@ -133,15 +113,12 @@ class GroupEndpoint:
         return [np.zeros(rollout.n_own, np.float32) for rollout in rollouts]
 
     def record(self, file: str, selections: Sequence[bytes | None], *chunks_and_scores: Any) -> dict[str, FileDigest]:
-        """Write chunks of rollouts, and optionally their scores, to one file and flush it to disk.
+        """Write chunks of rollouts, and maybe their scores, to one file, and flush it to disk; return name -> digest.
 
         Args:
             file: path on a file system that all hosts share.
             selections: `sequence_indices` to write of each chunk, see `gkd.data.scatter`.
             chunks_and_scores: the rollouts of each chunk, and then, optionally, their scores.
-
-        Returns:
-            File name -> digest.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -164,7 +141,6 @@ class GroupEndpoint:
 
         Args:
             dp_rank: this group; it owns the prompts with index modulo dp_size = dp_rank.
-            chunk_size: sequences per chunk.
 
         Raises:
             CheckpointError: a file is unreadable or not a recording.
@@ -175,11 +151,10 @@ class GroupEndpoint:
         kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
         for file in files:
             rollouts, scores = read_sequences(Path(file))
-            for i, rollout in enumerate(rollouts):
+            optional: Sequence[TeacherScores | None] = scores or [None] * len(rollouts)
+            for rollout, score in zip(rollouts, optional, strict=True):
                 if rollout.sample_index // n % dp_size == dp_rank:
-                    kinds[rollout.on_policy, scores is not None].append(
-                        (rollout, None if scores is None else scores[i])
-                    )
+                    kinds[rollout.on_policy, score is not None].append((rollout, score))
         for (on_policy, _), kind in kinds.items():
             kind.sort(key=lambda sequence: sequence[0].sample_index)
             for start in range(0, len(kind), chunk_size):

@@ -39,7 +39,6 @@ class JudgedScoring:
     or replayed run has the same ones if the functions are deterministic.
 
     Args:
-        inner: scores the chunks.
         endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
@@ -118,7 +117,8 @@ class JudgedScoring:
 
         All are NaN if none is known. Raises as `collect`.
         """
-        shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
+        rollouts = [_rollout(i // len(self._endpoints), sample) for i, sample in enumerate(samples)]
+        shares = [rollouts[group :: len(self._endpoints)] for group in range(len(self._endpoints))]
         refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
         values = np.empty(len(samples))
         replies = gather(refs, "judging greedy responses", self._timeout_s)
@@ -217,12 +217,8 @@ def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endp
     return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), numbers, dict(derived.groups))
 
 
-def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
-    """Return greedy responses in the form that endpoints judge."""
-    return [_rollout(i, sample) for i, sample in enumerate(samples)]
-
-
 def _rollout(index: int, sample: Sample) -> Rollout:
+    """Return a greedy response in the form that endpoints judge."""
     is_own = np.ones(len(sample.response_ids), bool)
     is_own[sample.observed] = False
     return Rollout(
@@ -304,19 +300,16 @@ def normalized(weights: np.ndarray) -> np.ndarray:
 def with_numbers(
     batch: Sequence[ScoredChunk], distill: DistillConfig, weights: Sequence[float], n: int
 ) -> list[ScoredChunk]:
-    """Return a whole batch with the advantage and the factor of each sequence.
+    """Return a whole batch with the advantage and the factor of each sequence. `weights` are those of the functions.
 
     Dataset responses are not judged: their advantage is 0, and their factor 1.
-
-    Args:
-        weights: of the functions.
-        n: rollout.n; a sequence's index divided by it identifies its prompt.
     """
     judged = [chunk for chunk in batch if chunk.rewards is not None]
     numbers = {id(chunk): np.tile(_NEUTRAL, (chunk.rollouts.n_sequences, 1)) for chunk in batch}
     if judged:
-        rewards = np.concatenate([total_rewards(chunk, weights) for chunk in judged])
-        groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n
+        factors_of_sum = np.asarray(weights, np.float64)  # NaN in a sum: a function is undecided
+        rewards = np.concatenate([chunk.rewards @ factors_of_sum for chunk in judged if chunk.rewards is not None])
+        groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // n  # rollout.n: prompts
         advantages = advantages_of(rewards, groups, distill.advantage)
         if is_path(distill.response_weight):
             factors = np.concatenate([chunk.of_group[:, 0] for chunk in judged if chunk.of_group is not None])
@@ -326,13 +319,3 @@ def with_numbers(
         ends = np.cumsum([chunk.rollouts.n_sequences for chunk in judged])
         numbers |= zip(map(id, judged), np.split(values, ends[:-1]), strict=True)
     return [replace(chunk, numbers=numbers[id(chunk)]) for chunk in batch]
-
-
-def total_rewards(chunk: ScoredChunk, weights: Sequence[float]) -> np.ndarray:
-    """Return the weighted sum of the functions for each sequence of a judged chunk: [n_sequences] float64.
-
-    NaN: a function is undecided.
-    """
-    assert chunk.rewards is not None
-    total: np.ndarray = chunk.rewards @ np.asarray(weights, np.float64)
-    return total

@@ -32,10 +32,8 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
     """Return the bytes of each id of a tokenizer of Hugging Face; None for those that are part of no text.
 
     Supported are byte-level BPE (GPT-2, Llama 3, Qwen; also tokenizers that are converted from tiktoken), and
-    SentencePiece with a token for each byte (Llama 2, Mistral, Gemma).
-
-    Raises:
-        DataError: the tokenizer is of another kind, so the bytes of its tokens are not known.
+    SentencePiece with a token for each byte (Llama 2, Mistral, Gemma). Raises DataError: the tokenizer is of another
+    kind, so the bytes of its tokens are not known.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -135,10 +133,7 @@ class ByteVocab:
 
 
 def alike(vocab: ByteVocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each token which tokens of its node begin with it.
-
-    Args:
-        node: [V] of the tokens.
+    """Return for each token which tokens of its node, [V], begin with it.
 
     Returns:
         [S] int64, the tokens with bytes by node and bytes; [V, 2] int64, first and last place + 1 in it, of each token

@@ -17,11 +17,7 @@ from gkd.types import Rollout, TeacherScores
 
 
 class Comparison:
-    """Compare by token.
-
-    Args:
-        n_vocab: ids that both models have; 0: all of the student's.
-    """
+    """Compare by token; both models have ids below `n_vocab`, 0: all of the student's."""
 
     ids = "shared"  # what `n_vocab` counts
 
@@ -48,17 +44,11 @@ class Comparison:
         return [rollout.for_teacher() for rollout in rollouts]
 
     def completed(self, scores: Mapping[int, TeacherScores], texts: Sequence[Rollout]) -> dict[int, TeacherScores]:
-        """Return what the teacher sent by position, and what stands for the sequences that were not sent.
-
-        Args:
-            texts: of `for_teacher`.
-        """
-        del texts
+        """Return what the teacher sent by position, and what stands for those of `for_teacher` that were not sent."""
         return dict(scores)
 
     def text_columns(self, rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> list[np.ndarray]:
         """Return the arrays of `TextTargets` for the sequences of a micro-batch; empty: tokens are compared."""
-        del rollouts, scores
         return []
 
 

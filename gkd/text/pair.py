@@ -144,14 +144,7 @@ class TokenizerPair(Comparison):
         return [*columns, ids.astype(np.int64), canonical]
 
     def teacher_ids(self, response: np.ndarray) -> np.ndarray:
-        """Return the teacher's tokens of a response of the student, as far as they have the same bytes.
-
-        Args:
-            response: [R] int32, the student's tokens.
-
-        Returns:
-            [R'] int32; empty if nothing has a pair.
-        """
+        """Return the teacher's tokens, [R'] int32, of the student's, [R], as far as they have the same bytes."""
         text = self._text(response)
         ids: list[int] = []
         encoder = self._encoders[1]
@@ -168,8 +161,7 @@ class TokenizerPair(Comparison):
     def canonical(self, response: np.ndarray) -> np.ndarray:
         """Return whether the student's tokenizer makes each token of the text in front of the first special token.
 
-        Returns:
-            [R] bool; True for tokens behind that text.
+        The result is [R] bool, and True for tokens behind that text.
         """
         pieces: list[bytes] = []
         for token in response.tolist():
@@ -187,20 +179,11 @@ class TokenizerPair(Comparison):
         return is_canonical
 
     def align(self, response: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
-        """Return the positions of the bytes that both sequences have.
-
-        Args:
-            response: [R] the student's tokens.
-            teacher_ids: [R'] of `teacher_ids`.
-        """
+        """Return the positions of the bytes that the student's tokens, [R], and those of `teacher_ids`, [R'], have."""
         nodes = self.nodes
-        row, depth, starts = _places(self.student, response)
-        teacher_row, teacher_depth, teacher_starts = _places(self.teacher, teacher_ids)
-        n = min(len(row), len(teacher_row))
-        row = row[:n]
-        depth = depth[:n]
-        teacher_row = teacher_row[:n]
-        teacher_depth = teacher_depth[:n]
+        places = *_places(self.student, response), *_places(self.teacher, teacher_ids)
+        n = min(map(len, places))
+        row, depth, teacher_row, teacher_depth = (part[:n] for part in places)
         covered = np.zeros(n, np.int64)  # at common boundaries: bytes that the nodes of both tokens have
         common = np.flatnonzero((depth == 0) & (teacher_depth == 0))
         lengths = nodes.lengths[nodes.student[response[row[common]]]]
@@ -224,7 +207,7 @@ class TokenizerPair(Comparison):
         return b"".join(pieces)
 
 
-def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the token and the place in it of each byte of a sequence, up to the first token without bytes.
 
     A mark is one position: its number has none.
@@ -235,10 +218,9 @@ def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
         if part is None:
             break
         sizes.append(1 if part.startswith(MARK) else len(part))
-    ends = np.cumsum(np.array(sizes, np.int64))
-    starts = ends - sizes if sizes else ends
-    row = np.repeat(np.arange(len(sizes)), sizes)
-    return row, np.arange(len(row)) - starts[row], starts
+    row = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
+    starts = np.cumsum([0, *sizes])
+    return row, np.arange(len(row)) - starts[row]
 
 
 class _Encoder:

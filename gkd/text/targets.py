@@ -53,10 +53,7 @@ class TextTargets:
         return chunks
 
     def part(self, first: int, rows: slice) -> tuple[TextTargets, slice]:
-        """Return the positions of some rows, and the rows of the teacher that they need.
-
-        Args:
-            first, rows: of `chunks`.
+        """Return the positions of an item of `chunks`, and the rows of the teacher that they need.
 
         Returns:
             Positions whose rows count from `first`, and the teacher's from the start of the returned rows.

@@ -16,6 +16,7 @@ import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -53,12 +54,7 @@ class _Engine:
 
 
 class Dispatcher:
-    """Assigns the prompts of all jobs to the engines. Thread-safe.
-
-    Args:
-        engines: none has an open stream.
-        n_groups: data-parallel groups.
-    """
+    """Assigns the prompts of all jobs to the engines, of which none has an open stream. Thread-safe."""
 
     def __init__(self, engines: Engines, config: Config, n_groups: int) -> None:
         self._engines = engines
@@ -263,16 +259,10 @@ class Dispatcher:
         """Hand the chunks of one engine to their jobs until its stream ends. Runs in its own thread."""
         what = f"the rollout stream of {name_of(engine.index)}"
         try:
-            while True:
-                try:
-                    rollouts = next(chunks)
-                except StopIteration:
-                    break
-                try:
-                    sizes = next(chunks)
-                except StopIteration:  # the single item of a failed call holds its error
+            for rollouts in chunks:
+                if (sizes := next(chunks, None)) is None:  # the single item of a failed call holds its error
                     fetch(rollouts, what)
-                    raise ClusterError(f"{what} ended in the middle of a chunk") from None
+                    raise ClusterError(f"{what} ended in the middle of a chunk")
                 self._take(engine, *decode_sizes(fetch(sizes, what), rollouts))
             with self._lock:
                 if self._session == session:
@@ -364,15 +354,11 @@ def take_missing(held: dict[tuple[int, int], Waiting], job: Job, sample_index: n
 
 
 class JobStream:
-    """Implements `gkd.roles.RolloutStream`: the prompts of one job, and their chunks. Thread-safe.
-
-    Args:
-        first: its prompts go before the prompts of other jobs.
-    """
+    """Implements `gkd.roles.RolloutStream`: the prompts of one job, and their chunks. Thread-safe."""
 
     def __init__(self, owner: Dispatcher, job: Job, *, first: bool) -> None:
         self.job = job
-        self.first = first
+        self.first = first  # its prompts go before the prompts of other jobs
         self.closed = False
         self._owner = owner
         self._results: SimpleQueue[RolloutChunk | Exception | None] = SimpleQueue()
@@ -391,21 +377,16 @@ class JobStream:
             DataError: an engine refused a prompt.
         """
         chunks: list[RolloutChunk] = []
-        try:
-            if not self.closed:
-                result = self._results.get(timeout=timeout_s)
-                while True:
-                    if isinstance(result, Exception):
-                        self.put(result)  # the next call raises it
-                        if not chunks:
-                            raise result
-                        break
-                    if result is None:
-                        break
-                    chunks.append(result)
-                    result = self._results.get_nowait()
-        except Empty:
-            pass  # all that have finished so far
+        with suppress(Empty):  # all that have finished so far
+            result = None if self.closed else self._results.get(timeout=timeout_s)
+            while result is not None:
+                if isinstance(result, Exception):
+                    self.put(result)  # the next call raises it
+                    if not chunks:
+                        raise result
+                    break
+                chunks.append(result)
+                result = self._results.get_nowait()
         return chunks
 
     def waiting(self) -> list[int]:
@@ -463,11 +444,7 @@ class PromptQueue:
             self._n += 1
 
     def take(self, lane: Lane | None) -> tuple[Lane, Waiting]:
-        """Remove and return the prompt that an engine gets, and its lane.
-
-        Args:
-            lane: of the last prompt that the engine got; None means it got none.
-        """
+        """Remove and return the prompt that an engine gets, and its lane; `lane` is that of its last one, if any."""
         while not self._is_head(*self._heads[0]):
             heapq.heappop(self._heads)
         first, chosen = self._heads[0]

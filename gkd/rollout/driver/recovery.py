@@ -48,11 +48,7 @@ class _Slot:
 
 
 class Engines:
-    """The engines by slot. Thread-safe.
-
-    Args:
-        workers: Ray handles, all up.
-    """
+    """The engines by slot, at first Ray handles that are all up. Thread-safe."""
 
     def __init__(self, workers: Sequence[Any], config: RolloutConfig) -> None:
         self._max_restarts = config.max_restarts
@@ -340,10 +336,8 @@ def fatal_error(
 
     Args:
         engine: its name with host and GPU.
-        cause: of this failure.
         before: cause of the failure before. If a new process raises the same error, so will the next one.
         n_restarts: of this engine so far, also in vain.
-        max_restarts: rollout.max_restarts.
     """
     if not isinstance(cause, _RECOVERABLE) or isinstance(cause, SenderFailed):
         return cause

@@ -117,11 +117,9 @@ class EngineSlots:
     """Starts the engines' processes.
 
     Args:
-        pool: the engines' slots.
         rows: the GPU map's rows of the engines, by index.
         build: starts `init_model` on a new process; returns its ref.
         started: called with name, handle and row of the new process, before the engine builds its model.
-        timeout_s: of a start.
     """
 
     def __init__(

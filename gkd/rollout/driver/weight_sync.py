@@ -35,7 +35,6 @@ class WeightSync:
     Args:
         exporters: by pipeline stage, the ranks that produce its tensors together; the first of each sends. With CUDA
             IPC there is one stage, and each rank sends to the engine's worker on its card.
-        engines: the rollout pool's workers.
         timeout_s: until all members have joined the groups.
 
     Raises:
@@ -109,7 +108,6 @@ class WeightSync:
         makes all members join new groups. Thread-safe.
 
         Args:
-            index: of the engine in the pool.
             worker: replaces the engine's worker; its model is built.
 
         Returns:
@@ -235,10 +233,7 @@ class WeightSync:
         """Make new groups.
 
         One for each stage's sender; every engine joins all of them, in stage order. With CUDA IPC one for each card.
-
-        Args:
-            timeout_s: of the calls.
-            join_s: see `GroupSpec`.
+        The calls have `timeout_s`, and `GroupSpec` has `join_s`.
         """
         tp = self._config.rollout.tp
         senders = self._senders()
@@ -291,11 +286,7 @@ class WeightSync:
 
 
 class EngineSync:
-    """Implement `gkd.roles.WeightSyncRole`: push to the engines that are up.
-
-    Args:
-        timeout_s: of the wait for a restarted engine, if none is up.
-    """
+    """Implement `gkd.roles.WeightSyncRole`: push to the engines that are up, and wait for one if none is."""
 
     def __init__(self, sync: WeightSync, engines: Engines, timeout_s: float) -> None:
         self._sync = sync

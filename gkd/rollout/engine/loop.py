@@ -48,7 +48,6 @@ class EngineLoop:
         max_running: no prompt starts while the engine generates this many sequences of any owner; at least 1. The
             samples of a prompt start together, so the engine may then have up to n - 1 more. Sequences that wait for
             their environments take no place, up to as many again.
-        chunks: collects the finished sequences.
         diagnosed: context manager around engine steps, which explains out-of-memory errors.
     """
 
@@ -102,13 +101,8 @@ class EngineLoop:
     def admit(self, job: Job, prompts: Sequence[Prompt], prompt_indices: Sequence[int], *, first: bool = False) -> None:
         """Append prompts to the backlog; returns at once. They start in this order, each when there is room.
 
-        A prompt that the engine refuses ends the stream.
-
-        Args:
-            first: before the prompts that wait.
-
-        Raises:
-            ClusterError: the stream is closed. If it failed, its error instead.
+        A prompt that the engine refuses ends the stream. With `first` they go before the prompts that wait. Raises
+        ClusterError: the stream is closed. If it failed, its error instead.
         """
         rows = [(job, prompt, index) for prompt, index in zip(prompts, prompt_indices, strict=True)]
         with self._changed:
@@ -325,11 +319,7 @@ class Coalescer:
         growing.rollouts += part
 
     def due(self, now_s: float, *, flush: bool) -> Iterator[tuple[int, int, list[Rollout]]]:
-        """Yield (job's id, group, sequences) of the chunks that leave now.
-
-        Args:
-            flush: all of them.
-        """
+        """Yield (job's id, group, sequences) of the chunks that leave now; with `flush` of all."""
         for (job, group), growing in list(self._growing.items()):
             rest = growing.rollouts
             while len(rest) >= self._size:

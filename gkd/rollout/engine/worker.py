@@ -57,10 +57,7 @@ class RolloutWorker:
     """One rollout engine. Ray runs all methods outside of `CONCURRENCY_GROUPS` in one thread, one at a time.
 
     While a stream is open, only the `stream` thread uses the engine and executes the other methods' calls. Methods that
-    need offloaded states reload them first and leave them on the GPU.
-
-    Args:
-        rank: index of the engine in the pool.
+    need offloaded states reload them first and leave them on the GPU. `rank` is the index of the engine in the pool.
     """
 
     def __init__(self, rank: int) -> None:

@@ -44,7 +44,6 @@ class RolloutEngine:
 
     Args:
         model_path: Hugging Face folder; its weights are version 0 until the first `receive`.
-        config: sizes of the engine.
         dtype: "float32" | "bfloat16".
         max_model_len: maximum prompt plus response length, tokens.
         device: "cpu" | "cuda".
@@ -220,14 +219,13 @@ class RolloutEngine:
     def _step(self) -> None:
         for output in self.llm.llm_engine.step():
             if output.finished:
-                self._end_turn(self._running.pop(output.request_id), output.outputs[0])
-
-    def _end_turn(self, request: Request, completion: Any) -> None:
-        request.add_turn(completion.logprobs, completion.token_ids, self.policy_version)
-        if self._turns is None:
-            self._finished[request.owner].append(request.rollout(str(completion.finish_reason)))
-        else:
-            self._turns.ended(request, str(completion.finish_reason))
+                request = self._running.pop(output.request_id)
+                completion = output.outputs[0]
+                request.add_turn(completion.logprobs, completion.token_ids, self.policy_version)
+                if self._turns is None:
+                    self._finished[request.owner].append(request.rollout(str(completion.finish_reason)))
+                else:
+                    self._turns.ended(request, str(completion.finish_reason))
 
     def _continue(self, turns: Turns) -> None:
         """Go on with the trajectories whose environments have replied."""
@@ -398,10 +396,8 @@ class RolloutEngine:
 class PassMeter:
     """Measures the time of one engine's passes.
 
-    One thread runs the passes. Any thread may call `pop_busy_s`, which does not wait for the current pass.
-
-    Args:
-        spans: records the periods of successive passes as `generate`; on the same clock.
+    One thread runs the passes. Any thread may call `pop_busy_s`, which does not wait for the current pass. `spans`
+    records the periods of successive passes as `generate`, on the same clock.
     """
 
     def __init__(self, spans: SpanRecorder | None = None, clock: Callable[[], float] = time.perf_counter) -> None:

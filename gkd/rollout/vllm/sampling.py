@@ -66,12 +66,7 @@ class Request:
             self.spans.append(VersionSpan(start, stop, policy_version))
 
     def rollout(self, finish_reason: str, reward: float | None = None) -> Rollout:
-        """Return the finished sequence.
-
-        Args:
-            finish_reason: one of `gkd.types.FINISH_REASONS`.
-            reward: that the environment gives.
-        """
+        """Return the finished sequence, with one of `gkd.types.FINISH_REASONS` and the environment's reward."""
         own_tokens = None
         if len(self.ids) > 1:
             own_tokens = np.repeat([i % 2 == 0 for i in range(len(self.ids))], [len(part) for part in self.ids])

@@ -24,10 +24,7 @@ from teacher_server.wire.table import TopKTable
 def self_scores(
     engine: RolloutEngine, rollouts: Sequence[Rollout], signals: Sequence[Signal], topk: int
 ) -> list[TeacherScores]:
-    """Return the scores of sequences by an engine that generates nothing.
-
-    Args:
-        topk: number of ids for the signal `topk`.
+    """Return the scores of sequences by an engine that generates nothing: of `topk` ids for the signal of that name.
 
     Raises:
         ClusterError: the engine is generating.
@@ -70,20 +67,18 @@ def prompt_logprobs(
     )
     engine = llm.llm_engine
     results = dict[str, tuple[np.ndarray, np.ndarray]]()
-    names = [f"score {i}" for i in range(len(rollouts))]
-    added: list[str] = []
+    by_name: dict[str, Rollout] = {}  # of the requests that were added
     try:
-        for name, rollout in zip(names, rollouts, strict=True):
+        for i, rollout in enumerate(rollouts):
             check_own(rollout, f"prompt {rollout.prompt_id}")
             tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids]).tolist()
             prompt: Any = {"type": "token", "prompt_token_ids": tokens}
             try:
                 prompt = image_input(engine.renderer, tokens, rollout.images) if rollout.images else prompt
-                engine.add_request(name, prompt, params.clone(), **options)
+                engine.add_request(f"score {i}", prompt, params.clone(), **options)
             except (ValueError, VLLMValidationError) as error:
                 raise TeacherError(f"the rollout engine cannot score prompt {rollout.prompt_id}: {error}") from error
-            added.append(name)
-        by_name = dict(zip(names, rollouts, strict=True))
+            by_name[f"score {i}"] = rollout
         while len(results) < len(rollouts):
             for output in engine.step():
                 if output.finished:
@@ -96,9 +91,9 @@ def prompt_logprobs(
                     is_own = rollout.own
                     results[output.request_id] = (ids, logprobs) if is_own is None else (ids[is_own], logprobs[is_own])
     finally:  # a step failed: leave no request in the engine
-        if left := [name for name in added if name not in results]:
+        if left := [name for name in by_name if name not in results]:
             engine.abort_request(left)
-    return [results[name] for name in names]
+    return [results[name] for name in by_name]
 
 
 def _teacher_scores(ids: np.ndarray, logprobs: np.ndarray, *, with_sampled: bool) -> TeacherScores:

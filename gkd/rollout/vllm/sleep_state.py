@@ -65,11 +65,7 @@ class SleepState:
             self._asleep -= set(chosen)
 
     def require_awake(self, tags: Iterable[str], action: str) -> None:
-        """Raise ClusterError if one of the tags is asleep.
-
-        Args:
-            action: what the caller is about to do, for the message: "generate".
-        """
+        """Raise ClusterError if one of the tags is asleep; `action` is what the caller wants to do: "generate"."""
         asleep = [tag for tag in tags if tag in self._asleep]
         if asleep:
             raise ClusterError(

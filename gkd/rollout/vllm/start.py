@@ -170,10 +170,8 @@ def shared_nccl_env() -> Iterator[None]:
 
     It pins them with VLLM_BATCH_INVARIANT=1, in its own processes only. Members with different settings hang. NCCL
     reads most settings once. From version 2.29.7 on it can read them again, and vLLM uses that in `unpinned_nccl_env`.
-    Without either the settings stay, also if the variables are removed.
-
-    Raises:
-        WeightSyncError: the pinned settings would apply here, too.
+    Without either the settings stay, also if the variables are removed. Raises WeightSyncError: the pinned settings
+    would apply here, too.
     """
     if not int(os.environ.get("VLLM_BATCH_INVARIANT") or 0):
         yield

@@ -9,7 +9,6 @@ No vLLM here. The environments run in processes of their own, see `gkd.environme
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,25 +25,14 @@ log = get_logger("environment")
 _SHOWN_ERRORS = 5  # limit of the errors of an engine in the log; the metrics count all
 
 
-@dataclass(slots=True)
-class _Open:
-    """A trajectory whose environment works.
-
-    Attributes:
-        ending: finish reason of a trajectory whose environment is only asked to close; empty: it makes a step.
-    """
-
-    request: Request
-    ending: str = ""
-
-
 class Turns:
     """The trajectories of one engine that have environments. Not thread-safe."""
 
     def __init__(self, environments: Environments, delta: ChatDelta) -> None:
         self._environments = environments
         self._delta = delta
-        self._open: dict[int, _Open] = {}
+        # Key -> trajectory whose environment works, and its finish reason, or nothing if the environment makes a step.
+        self._open: dict[int, tuple[Request, str]] = {}
         self._continued: dict[int, Request] = {}  # key -> trajectory whose next turn vLLM generates
         self._n_errors = 0
         self._other_ends: set[int] = set()  # end tokens behind which the template writes no message
@@ -59,7 +47,7 @@ class Turns:
         is_cut = finish_reason == "length"
         text = self._delta.text(request.ids[-1])
         request.messages.append({"role": "assistant", "content": text})
-        self._open[request.key] = _Open(request, "length" if is_cut else "")
+        self._open[request.key] = request, "length" if is_cut else ""
         if is_cut:  # the environment would read half of a turn
             self._environments.end(request.key)
             return
@@ -71,19 +59,18 @@ class Turns:
     def replies(self) -> Iterator[Request | tuple[Request, Rollout]]:
         """Yield each trajectory of which something is known: one whose next turn starts, or a finished rollout."""
         for reply in self._environments.replies():
-            waiting = self._open.pop(reply.key)
-            request = waiting.request
-            ending = waiting.ending or self._ending(request, reply)
-            if waiting.ending and reply.error:  # `close` or the reward failed. A turn that was cut stays a cut one.
+            request, closing = self._open.pop(reply.key)
+            ending = closing or self._ending(request, reply)
+            if closing and reply.error:  # `close` or the reward failed. A turn that was cut stays a cut one.
                 failed = self._error(request, reply.error)
                 ending = ending if ending == "length" else failed
             if not ending:
                 self._continued[request.key] = request
                 yield request
-            elif waiting.ending or reply.error or reply.messages is None:
+            elif closing or reply.error or reply.messages is None:
                 yield request, request.rollout(ending, reply.reward)
             else:  # the object lives on: close it and read its reward
-                self._open[request.key] = _Open(request, ending)
+                self._open[request.key] = request, ending
                 self._environments.end(request.key)
 
     def _ending(self, request: Request, reply: Answer) -> str:
@@ -94,10 +81,10 @@ class Turns:
             return "stop"
         if request.n_turns >= request.sampling.max_turns:
             return "environment"
-        if not self._delta.follows(last := int(request.ids[-1][-1])):
+        end = self._delta.end_id
+        if (last := int(request.ids[-1][-1])) != end:
             if last not in self._other_ends:
                 self._other_ends.add(last)
-                end = self._delta.end_id
                 log.warning(
                     "a turn that ends with token %d ends its trajectory: the template goes on behind %d", last, end
                 )
@@ -130,7 +117,7 @@ class Turns:
 
     def abort(self, owner: Hashable) -> None:
         """Drop the trajectories of an owner, also those whose next turn vLLM generates."""
-        requests = [*(waiting.request for waiting in self._open.values()), *self._continued.values()]
+        requests = [*(request for request, _ in self._open.values()), *self._continued.values()]
         keys = [request.key for request in requests if request.owner == owner]
         self._environments.abort(keys)
         for key in keys:

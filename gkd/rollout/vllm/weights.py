@@ -14,6 +14,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ def keep_cpu_weights_live() -> None:
         return
 
     def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-        del remove_weight  # the layer computes with the parameter, so it must stay
+        # The layer computes with the parameter, so it stays.
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
 
     layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
@@ -69,11 +70,8 @@ def _convolution(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class WeightReceiver(SleepMixin):
-    """Mixin for vLLM's worker class, which provides `model_runner`, `device` and `rank`."""
+    """Mixin for vLLM's worker class, which provides `rank`, too."""
 
-    model_runner: Any
-    vllm_config: Any
-    device: torch.device
     rank: int
 
     @returns_sync_errors
@@ -161,9 +159,8 @@ class WeightReceiver(SleepMixin):
             factors.update((name, tensor.clone()) for name, tensor in tensors)
 
         n_bytes = self._gkd_receive_all(plans, keep)
-        adapters = self._gkd_adapters()
-        assert adapters is not None
-        adapters.replace(factors)
+        assert self._gkd_adapters is not None
+        self._gkd_adapters.replace(factors)
         return n_bytes
 
     def _gkd_receive_all(
@@ -174,12 +171,11 @@ class WeightReceiver(SleepMixin):
             trim_heap(STEP_KEEPS)  # buckets, and at the first sync what vLLM has used to load the model
         return n_bytes
 
+    @cached_property
     def _gkd_adapters(self) -> EngineAdapters | None:
         """Return the adapters; None if the engine was started without."""
-        if not hasattr(self, "_gkd_made_adapters"):
-            manager = getattr(self.model_runner, "lora_manager", None)
-            self._gkd_made_adapters = None if manager is None else EngineAdapters(manager._adapter_manager)
-        return self._gkd_made_adapters
+        manager = getattr(self.model_runner, "lora_manager", None)
+        return None if manager is None else EngineAdapters(manager._adapter_manager)
 
     def _gkd_places(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that are trained."""
@@ -203,8 +199,8 @@ class WeightReceiver(SleepMixin):
         dtypes = defaultdict(lambda: self.model_runner.model_config.dtype, getattr(self, "_gkd_dtypes", {}))
         tensors = held_tensors(self._gkd_places(), dtypes)
         held = {name: "" if tensor is None else digest(tensor) for name, tensor in tensors}
-        if (adapters := self._gkd_adapters()) is not None:
-            held |= {name: digest(tensor) for name, tensor in adapters.held()}
+        if self._gkd_adapters is not None:
+            held |= {name: digest(tensor) for name, tensor in self._gkd_adapters.held()}
         return held
 
 
@@ -213,10 +209,8 @@ def held_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name in the folder, full tensor) of what the model holds; None if it holds what vLLM computed from it.
 
-    Collective over the tensor-parallel group: each rank copies back the parts that it loaded at its start.
-
-    Args:
-        dtypes: of each tensor as it is sent.
+    Collective over the tensor-parallel group: each rank copies back the parts that it loaded at its start. `dtypes` are
+    those in which the tensors are sent.
     """
     group = get_tp_group()
     device = next(iter(held.values())).device
@@ -261,7 +255,6 @@ def sorted_changes(
     what was sent. All others follow from them, as a scan's A does, or are constants of the model.
 
     Args:
-        changed: names of the tensors.
         dtypes: of all parameters and buffers of the worker.
         record: what the worker has read of the folder at its start.
         sent: dtypes of the tensors as they were sent.
@@ -328,11 +321,7 @@ _B = ".lora_B.weight"
 
 
 class EngineAdapters:
-    """The adapters of one worker.
-
-    Args:
-        manager: vLLM's LoRAModelManager.
-    """
+    """The adapters of one worker, in vLLM's LoRAModelManager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

@@ -44,7 +44,6 @@ class Judging:
 
     Args:
         functions: by set of prompts, paths of its functions.
-        n_workers: processes that call them.
         search_path: folders in which the driver finds modules.
         training, validation: rows of the prompts; arguments of their own, because Ray maps each without a copy.
         tokenizer: the student's. None: it is loaded here, which imports torch; to receive it does not.

@@ -67,11 +67,7 @@ Judge = Callable[[Any], Any]  # of a case -> number, or of a group
 
 
 class Undecided(Exception):
-    """A value is unknown: `reward/undecided` counts it.
-
-    Args:
-        reason: one of `UNKNOWN`, which travels as its number.
-    """
+    """A value is unknown, for a reason of `UNKNOWN`, which travels as its number: `reward/undecided` counts it."""
 
 
 LATE = "math_verify reached its time limit"
@@ -211,7 +207,6 @@ class Start:
     """Hold what a worker needs.
 
     Args:
-        paths: of the functions.
         search_path: folders in which the driver finds modules.
         groups: key and path of the functions that get groups; their positions follow those of `paths`.
     """

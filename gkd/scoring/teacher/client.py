@@ -137,11 +137,9 @@ class ZmqTeacher:
 
     def _submit_rows(self, sequences: Sequence[NamedSequence], signal: Signal) -> Future[list[TeacherScores]]:
         message = self._settings.score(sequences[:1], signal)
-        dtype: type[np.floating] = np.float16 if self._settings.wire == "fp16" else np.float32
-        n_columns = self._vocab_size()
-        if signal == "hidden":
-            dtype = np.float32
-            n_columns = (self._info or self.info()).hidden_size
+        is_hidden = signal == "hidden"
+        dtype: type[np.floating] = np.float16 if self._settings.wire == "fp16" and not is_hidden else np.float32
+        n_columns = (self._info or self.info()).hidden_size if is_hidden else self._vocab_size()
         shape = (sequences[0].n_rows, n_columns)
         return self._client.submit(MatrixCall(message, shape, partial(_rows_of, signal), dtype))
 
