@@ -216,7 +216,7 @@ class Check:
 _PAGE = (files("gkd.metrics") / "health.md").read_text(encoding="utf-8")
 _CELLS = {name.strip("`"): texts for name, *texts in table_rows(_PAGE, 5)}
 CHECKS = tuple(
-    Check(name, limit, judge, *_CELLS[name][-2:], clear_after=1 if name in _OF_EVALUATIONS else 10)
+    Check(name, limit, judge, _CELLS[name][-2], _CELLS[name][-1], clear_after=1 if name in _OF_EVALUATIONS else 10)
     for name, (limit, judge) in _JUDGES.items()
 )
 FLOAT32_LIMITS = {"engine_logprobs": 1e-3}  # rounding to 16 bits needs larger ones
