@@ -39,7 +39,6 @@ class Pending(Protocol[T_co]):
 
     def wait(self) -> T_co:
         """Wait for the calls, and return their result. May be repeated. Raises the error of a rank that failed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +62,15 @@ class MovableStates(Protocol):
             include: of the actor "params", "grads", "optimizer"; of the engines "params", "kv_cache". None: all.
             blocking: wait for all processes. False: the caller waits with the returned handle.
         """
-        ...
 
     def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending[object]:
         """Undo `offload_states`. Idempotent."""
-        ...
 
     def allocated_bytes(self) -> int:
         """Return the bytes that these states, and on GPUs all else of the actor, have on the device.
 
         Maximum over processes.
         """
-        ...
 
 
 class RolloutRole(MovableStates, Protocol):
@@ -95,14 +91,12 @@ class RolloutRole(MovableStates, Protocol):
             prompt_indices: index of each prompt in the whole batch.
             n: samples per prompt.
         """
-        ...
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> RolloutStream:
         """Start streaming: the engines generate for prompts as they are admitted, also across weight updates.
 
         Only one stream can be open. `generate`, `greedy` and weight syncs run concurrently with it.
         """
-        ...
 
     def dataset(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
@@ -112,11 +106,9 @@ class RolloutRole(MovableStates, Protocol):
         Groups are assigned as in `generate`. Their version is `policy_version`, the current one: a dataset response is
         never stale.
         """
-        ...
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         """Generate greedily and compare with the reference answers; keep the first `n_samples` responses."""
-        ...
 
     def texts(self, chunks: Sequence[RolloutChunk], *, n: int, n_samples: int) -> list[Sample]:
         """Return one response to each of the first `n_samples` prompts of finished chunks as text, not judged.
@@ -124,7 +116,6 @@ class RolloutRole(MovableStates, Protocol):
         Args:
             n: samples per prompt in these chunks.
         """
-        ...
 
     def offload_states(
         self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True
@@ -139,21 +130,17 @@ class RolloutRole(MovableStates, Protocol):
             ConfigError: neither `engines_sleep` of `gkd.api.open_pools` nor trainer.colocate is on.
             ClusterError: level 2 with weight_sync.lora = adapters, which sends the base weights once.
         """
-        ...
 
     def usage(self) -> RolloutUsage:
         """Return and reset the engines' counters; waits for a batch in progress."""
-        ...
 
 
 class ScoringRole(Protocol):
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         """Start scoring; returns at once."""
-        ...
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
         """Wait for these scores and return them in the same order. Raises TeacherUnavailable, TeacherError."""
-        ...
 
     def record(
         self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
@@ -164,7 +151,6 @@ class ScoringRole(Protocol):
             label: prefix of the file names; identifies the files in `restore`.
             scored: also wait for the scores and write them. False: write only the rollouts.
         """
-        ...
 
     def record_finished(
         self, recording: Recording, *, wait: bool, timeout_s: float | None = None
@@ -179,7 +165,6 @@ class ScoringRole(Protocol):
             CheckpointError: a file could not be written.
             TeacherUnavailable, TeacherError: the scores to be written failed.
         """
-        ...
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
         """Read the chunks recorded under this label, bit-exact; submit those that were recorded without scores.
@@ -190,11 +175,9 @@ class ScoringRole(Protocol):
         Raises:
             CheckpointError: a file is unreadable or not a recording.
         """
-        ...
 
     def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
         """Return by endpoint ("scoring 0") what the teacher computed; without `wait` what has arrived so far."""
-        ...
 
 
 class JudgeRole(ScoringRole, Protocol):
@@ -208,7 +191,6 @@ class ActorRole(MovableStates, Protocol):
 
         The step is that of the whole batch, but for rounding. Raises ConfigError: see `Derived.early_parts`.
         """
-        ...
 
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
         """Make one optimizer step on the whole batch, or on what of it is left after `accumulate`.
@@ -216,7 +198,6 @@ class ActorRole(MovableStates, Protocol):
         Args:
             meta: {"is_offload_states": bool}: whether to offload the states afterwards. None: as configured.
         """
-        ...
 
     def evaluate(
         self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0, meta: Mapping[str, Any] | None = None
@@ -227,7 +208,6 @@ class ActorRole(MovableStates, Protocol):
             keep_tokens: return the loss terms of each token of this many sequences.
             meta: as for `train_step`.
         """
-        ...
 
     def compute_logprobs(
         self,
@@ -246,7 +226,6 @@ class ActorRole(MovableStates, Protocol):
             meta: {"disable_adapter": bool}: whether to compute without LoRA adapters. {"is_offload_states": bool}: as
                 for `train_step`.
         """
-        ...
 
     def save(self, folder: Path, *, blocking: bool = False) -> None:
         """Start a save. Returns when every rank has copied its state to host memory, so training can continue.
@@ -256,7 +235,6 @@ class ActorRole(MovableStates, Protocol):
         Args:
             blocking: return when the files are written. The ranks then make no copy.
         """
-        ...
 
     def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
         """Return POSIX path relative to the save's folder -> digest of each file; all of them are on disk.
@@ -271,26 +249,21 @@ class ActorRole(MovableStates, Protocol):
             CheckpointError: a rank could not write.
             ClusterError: a rank died or timed out.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Load an earlier save, possibly from another parallel layout. Raises CheckpointError."""
-        ...
 
     def export_hf(self, folder: Path) -> None:
         """Write the student as a Hugging Face model folder."""
-        ...
 
     def memory_numbers(self) -> dict[str, float]:
         """Return memory and offload metrics since the last call: name -> maximum over all ranks.
 
         See `gkd.memory.usage` and `gkd.memory.offload_manager` for the names.
         """
-        ...
 
     def take_spans(self) -> list[ProcessSpans]:
         """Return the spans that came with the calls of `memory_numbers` since the last call; asks no rank."""
-        ...
 
 
 class ReferenceRole(Protocol):
@@ -304,13 +277,11 @@ class ReferenceRole(Protocol):
         Args:
             blocking: wait for all ranks. Otherwise wait on the returned handle.
         """
-        ...
 
 
 class WeightSyncRole(Protocol):
     def push(self, policy_version: int) -> SyncReport:
         """Send the actor's weights to every rollout engine; blocks until all of them hold this version."""
-        ...
 
 
 class NoReference:
@@ -363,7 +334,6 @@ class RolloutStream(Protocol):
             prompt_indices: one number per prompt, unique in the stream. Modulo the number of data-parallel groups it
                 selects the group that scores the prompt; with `seed` it determines the seeds of the samples.
         """
-        ...
 
     def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
         """Return the sequences that finished since the last call, in chunks; one may have several prompts' samples.
@@ -371,15 +341,12 @@ class RolloutStream(Protocol):
         Waits for the first one until the stream is closed, or at most `timeout_s`, then returns an empty list. Raises
         ClusterError: an engine died.
         """
-        ...
 
     def waiting(self) -> list[int]:
         """Return the indices of prompts of which nothing has been generated, as far as known within a second."""
-        ...
 
     def close(self) -> None:
         """Stop and drop unfinished sequences. Idempotent."""
-        ...
 
 
 class ReferenceHandle(Protocol):
@@ -389,4 +356,3 @@ class ReferenceHandle(Protocol):
         Args:
             batch: the chunks of the call in the same order, scored meanwhile.
         """
-        ...

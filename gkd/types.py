@@ -201,11 +201,8 @@ class TokenTargets:
         return self._each(lambda name, table: table if name in ("logits", "hidden", "text") else table.to(device))
 
     def _each(self, change: Callable[[str, Any], Any]) -> TokenTargets:
-        changed: dict[str, Any] = {}
-        for item in fields(self):
-            table = getattr(self, item.name)
-            changed[item.name] = None if table is None else change(item.name, table)
-        return TokenTargets(**changed)
+        tables = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: change(name, table) for name, table in tables.items() if table is not None})
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -57,6 +58,7 @@ def gather(
     return {name: results[name] for name in refs if name in results}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Pending:
     """Pending calls on many actors. Call `wait` on each: it raises the error of a failed call.
 
@@ -67,20 +69,12 @@ class Pending:
             the first one is raised.
     """
 
-    def __init__(
-        self,
-        refs: Mapping[str, Any],
-        what: str,
-        timeout_s: float,
-        *,
-        finish: Callable[[dict[str, Any]], Any] = dict,
-        on_failure: Callable[[dict[str, RankFailed]], None] | None = None,
-    ) -> None:
-        self._refs = dict(refs)
-        self._finish = finish
-        self._what = what
-        self._timeout_s = timeout_s
-        self._on_failure = on_failure
+    refs: Mapping[str, Any]
+    what: str
+    timeout_s: float
+    _: KW_ONLY
+    finish: Callable[[dict[str, Any]], Any] = dict
+    on_failure: Callable[[dict[str, RankFailed]], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Wait as `gather` does, and return the result. May be repeated, also after a RankTimeout.
@@ -88,11 +82,11 @@ class Pending:
         Args:
             timeout_s: from now; None = the limit given to the constructor.
         """
-        failed: dict[str, RankFailed] | None = None if self._on_failure is None else {}
-        results = gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s, failed)
-        if self._on_failure is not None and failed:
-            self._on_failure(failed)
-        return self._finish(results)
+        failed: dict[str, RankFailed] | None = None if self.on_failure is None else {}
+        results = gather(self.refs, self.what, self.timeout_s if timeout_s is None else timeout_s, failed)
+        if self.on_failure is not None and failed:
+            self.on_failure(failed)
+        return self.finish(results)
 
 
 def wait_all(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:

@@ -92,27 +92,26 @@ class Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # two processes that no actor uses
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
-        # Logical CPUs, so that processes share the cores of a machine that has too few: some with a GPU have two.
-        cpus = math.ceil(n_slots * cpus_a_slot) + 2
-        of_cpu = {"num_gpus": len(gpus) or n_slots, "object_store_memory": 512 << 20}
-        local: dict[str, Any] = common | {"include_dashboard": False, "num_cpus": cpus}
         log_worker_lines()
         try:
-            if self._is_own:
-                set_token_without_home()
-                self._folder = make_ray_folder()
-                # "local", because without an address Ray would join a cluster that runs on this machine.
-                local |= {"address": "local", "_temp_dir": str(self._folder)}
-                # They grow without an end, and only Ray's dashboard, which is not started, reads them.
-                os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             if address:
                 _check_answers(address)
                 with _signals_held():
                     ray.init(address=address, **common)
             else:
+                set_token_without_home()
+                self._folder = make_ray_folder()
+                # They grow without an end, and only Ray's dashboard, which is not started, reads them.
+                os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+                # "local", because without an address Ray would join a cluster that runs on this machine.
+                own = common | {"address": "local", "_temp_dir": str(self._folder), "include_dashboard": False}
+                # Logical CPUs, so that processes share the cores of a machine that has too few: some with a GPU have 2.
+                own["num_cpus"] = math.ceil(n_slots * cpus_a_slot) + 2
+                if on_cpu:
+                    own |= {"num_gpus": len(gpus) or n_slots, "object_store_memory": 512 << 20}
                 # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which job scripts and users set for real GPUs.
                 with _visible(gpus, forget=on_cpu), _signals_held():
-                    ray.init(**local, **(of_cpu if on_cpu else {}))
+                    ray.init(**own)
         except Exception as error:  # Ray raises plain ones, too
             problem = " ".join(str(error).split())
             fix = ""

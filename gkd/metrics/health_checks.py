@@ -213,16 +213,12 @@ class Check:
     clear_after: int
 
 
-def _checks(page: str) -> tuple[Check, ...]:
-    cells = {name.strip("`"): texts for name, *texts in table_rows(page, 5)}
-    checks = []
-    for name, (limit, judge) in _JUDGES.items():
-        *_, cause, change = cells[name]
-        checks.append(Check(name, limit, judge, cause, change, clear_after=1 if name in _OF_EVALUATIONS else 10))
-    return tuple(checks)
-
-
-CHECKS = _checks((files("gkd.metrics") / "health.md").read_text(encoding="utf-8"))
+_PAGE = (files("gkd.metrics") / "health.md").read_text(encoding="utf-8")
+_CELLS = {name.strip("`"): texts for name, *texts in table_rows(_PAGE, 5)}
+CHECKS = tuple(
+    Check(name, limit, judge, _CELLS[name][-2], _CELLS[name][-1], clear_after=1 if name in _OF_EVALUATIONS else 10)
+    for name, (limit, judge) in _JUDGES.items()
+)
 FLOAT32_LIMITS = {"engine_logprobs": 1e-3}  # rounding to 16 bits needs larger ones
 # These compare the engine's distribution with the student's at the temperature of the loss.
 NEED_EQUAL_SAMPLING = ("engine_logprobs", "stale_rollouts")

@@ -12,7 +12,7 @@ from gkd.config.declare import function_name
 from gkd.config.schema import Config
 from gkd.config.schema_sections import AHEAD
 from gkd.console.state import plain_s
-from gkd.types import FINISH_REASONS, EngineRestarts, RolloutChunk, ScoredChunk, SyncReport, TrainStats
+from gkd.types import FINISH_REASONS, EngineRestarts, ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
 NO_LOSS = "rollout/no_loss_sequences"
@@ -51,6 +51,7 @@ def step_numbers(
     on_policy = np.repeat([chunk.on_policy for chunk in chunks], [chunk.n_sequences for chunk in chunks])
     n_tokens = int(n_response.sum())
     n_4grams = int(np.maximum(n_response - 3, 0)[on_policy].sum())
+    groups = [chunk.dp_rank for chunk in chunks]
     masses = [c.teacher_mass for c in batch if c.teacher_mass is not None]
     return {
         "loss/total": stats.loss,
@@ -66,7 +67,8 @@ def step_numbers(
         **({NO_LOSS: float((n_response <= skip_first).sum())} if skip_first else {}),
         "rollout/truncated_share": float((endings == FINISH_REASONS.index("length")).mean()),
         **({"rollout/repeated_4gram_share": float(n_repeated[on_policy].sum()) / n_4grams} if n_4grams else {}),
-        "perf/group_tokens_max": float(_heaviest_group(chunks)),
+        # Of the data-parallel group that generated most, before `gkd.data.scatter` evens them out.
+        "perf/group_tokens_max": float(np.bincount(groups, [chunk.n_tokens.sum() for chunk in chunks]).max()),
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
         **staleness_numbers(batch, version),
@@ -146,14 +148,6 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
 
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else math.nan
-
-
-def _heaviest_group(chunks: Sequence[RolloutChunk]) -> int:
-    """Return the tokens of the data-parallel group that generated most, before `gkd.data.scatter` evens them out."""
-    tokens = Counter[int]()
-    for chunk in chunks:
-        tokens[chunk.dp_rank] += int(chunk.n_tokens.sum())
-    return max(tokens.values())
 
 
 # Derive from the times of a step what the loop waited for. They equal the duration of a stage only under

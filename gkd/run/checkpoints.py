@@ -317,10 +317,9 @@ class Best:
     def of_bytes(cls, data: bytes) -> Best:
         """Return the content of the file. Raises CheckpointError: it is damaged."""
         try:
-            recorded = cls(**json.loads(data))
+            return cls(**json.loads(data))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"checkpoints/best is damaged ({error}). Fix: delete it") from error
-        return recorded
 
 
 class BestStep:

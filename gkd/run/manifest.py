@@ -73,7 +73,9 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:  # JSON's and UTF-8's errors alike
         raise DamagedCheckpoint(f"{folder}: {NAME} is damaged: not valid JSON ({error})") from error
     try:
-        _check_seal(content)
+        # The seal is the same in every format, so another format is not mistaken for damage.
+        if content.pop("xxh3_128") != _seal(content):
+            raise ValueError("the digest of the manifest differs")
         if content["format"] != _FORMAT:
             problem = f"has format {content['format']!r}, but this version reads {_FORMAT}"
             raise CheckpointError(f"{folder}: {NAME} {problem}; resume with the version that wrote it")
@@ -111,31 +113,21 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
 
-    def problem_of(name: str) -> CheckpointError | None:
+    def check(name: str) -> None:
         try:
             same = digest_file(folder / name) == manifest.files[name]
         except OSError as error:
-            return CheckpointError(f"{folder}: {name} cannot be read ({error})")
-        text = f"{folder}: {name} differs from what was written (its digest differs)"
-        return None if same else DamagedCheckpoint(text)
+            raise CheckpointError(f"{folder}: {name} cannot be read ({error})") from error
+        if not same:
+            raise DamagedCheckpoint(f"{folder}: {name} differs from what was written (its digest differs)")
 
     with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="verify") as threads:
-        for problem in threads.map(problem_of, manifest.files):
-            if problem is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise problem
+        list(threads.map(check, manifest.files))  # the first error cancels what has not begun
     return manifest
 
 
 def _seal(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
-
-
-def _check_seal(content: Any) -> None:
-    """Remove and check the seal. It is the same in every format, so another format is not mistaken for damage."""
-    seal = content.pop("xxh3_128")
-    if seal != _seal(content):
-        raise ValueError("the digest of the manifest differs")
 
 
 def _parsed(content: Any) -> Manifest:

@@ -202,19 +202,14 @@ def _hold(root: Path) -> TextIO:
     lock = (root / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise ConfigError(
-            "trainer.run_dir", str(root), "another run is using the folder.", "wait for it, or name another folder."
-        ) from error
     except OSError as error:
         lock.close()
-        raise ConfigError(
-            "trainer.run_dir",
-            str(root),
-            f"its file system cannot lock files ({error}), so two runs could use the folder at once.",
-            "name a folder on a file system with locks, or mount this one with locks (flock).",
-        ) from error
+        problem = f"its file system cannot lock files ({error}), so two runs could use the folder at once."
+        fix = "name a folder on a file system with locks, or mount this one with locks (flock)."
+        if isinstance(error, BlockingIOError):
+            problem = "another run is using the folder."
+            fix = "wait for it, or name another folder."
+        raise ConfigError("trainer.run_dir", str(root), problem, fix) from error
     return lock
 
 

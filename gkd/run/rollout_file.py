@@ -90,18 +90,12 @@ def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | Non
     """
     with naming(path, "read"):
         opened = path.open("rb")
-    with opened:
-        return load_sequences(opened, str(path))
-
-
-def load_sequences(opened: IO[bytes], name: str) -> tuple[list[Rollout], list[TeacherScores] | None]:
-    """Read what `write_sequences` has written to an open file. Raise CheckpointError as `read_sequences`."""
     try:
-        loaded = np.load(opened, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):  # np.load also accepts a single array
-            raise ValueError("it holds a single array")
-        with loaded as file:
-            tables = {key: file[key] for key in file.files}
+        with opened:
+            loaded = np.load(opened, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):  # np.load also accepts a single array
+                raise ValueError("it holds a single array")
+            tables = {key: loaded[key] for key in loaded.files}
         missing = [key for key in _TABLES if key not in tables]
         if missing:
             raise ValueError(f"it has no {', '.join(missing)}")
@@ -110,7 +104,7 @@ def load_sequences(opened: IO[bytes], name: str) -> tuple[list[Rollout], list[Te
         rollouts = _rollouts(tables)
         return rollouts, _scores(tables, [r.n_own for r in rollouts])
     except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{name} is not a complete recording of rollouts: {error}") from error
+        raise CheckpointError(f"{path} is not a complete recording of rollouts: {error}") from error
 
 
 def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:

@@ -61,10 +61,6 @@ def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, 
     return pools
 
 
-# The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.
-_SIZES_BYTES = 640, 32
-
-
 def inline_bytes(n_sequences: int) -> int:
     """Return the size below which Ray returns a result to the caller, the driver.
 
@@ -72,7 +68,7 @@ def inline_bytes(n_sequences: int) -> int:
     scores would travel through the driver, twice, since it also sends them on as arguments. What the driver reads of a
     full chunk of `n_sequences` is smaller than this limit.
     """
-    return _SIZES_BYTES[0] + _SIZES_BYTES[1] * n_sequences
+    return 640 + 32 * n_sequences  # the most that a chunk's sizes, or the summary of its scores, may have
 
 
 def cpu_threads(config: Config) -> tuple[int, int]:

@@ -10,7 +10,6 @@ A divergence by import path (`examples/own_loss.py`) changes no file. If a patch
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -18,9 +17,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.bench.command import ROOT, parsed, parser
 from tests.results import write_results
 
-ROOT = Path(__file__).resolve().parents[2]
 PATCHES = Path(__file__).with_name("additions")
 PRODUCT = ("gkd", "teacher_server")
 HTTP_TEACHER = "fdbb5573"  # a commit of this repository
@@ -55,18 +54,12 @@ def make(name: str, checkout: Path) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(TESTS), metavar="NAME,..", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    args = parser.parse_args(argv)
-    names = args.only.split(",")
-    if unknown := [name for name in names if name not in TESTS]:
-        parser.error(f"--only {args.only}: no addition {unknown[0]!r}; there are {', '.join(TESTS)}")
+    args = parsed(parser("tests.bench.bench_additions", __doc__ or "", TESTS), TESTS, argv)
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder, "checkout")
         git(ROOT, "worktree", "add", "--quiet", "--detach", str(checkout))
         try:
-            found = {name: make(name, checkout) for name in names}
+            found = {name: make(name, checkout) for name in args.only.split(",")}
         finally:
             git(ROOT, "worktree", "remove", "--force", str(checkout))
     found["kind_of_teacher"] = counted(ROOT, f"{HTTP_TEACHER}~1", HTTP_TEACHER)

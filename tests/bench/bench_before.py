@@ -21,10 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench.command import parsed, parser, run_parts
+from tests.bench.command import ROOT, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 
-_HERE = Path(__file__).resolve().parents[2]
 _LIMIT_S = 3600.0
 _MOST = 1.1  # goal of every row of ours
 # Same program in both checkouts.
@@ -102,8 +101,8 @@ def compare(name: str, before: Path, rounds: int, measure: Callable[[Path], Seco
     """Measure both checkouts in turn, `rounds` times."""
     found: list[Mapping[str, Sequence[float]]] = []
     for turn in range(rounds):
-        sides = {checkout: measure(checkout) for checkout in ((before, _HERE) if turn % 2 == 0 else (_HERE, before))}
-        found.append({row: (old, sides[_HERE][row]) for row, old in sides[before].items() if row in sides[_HERE]})
+        sides = {checkout: measure(checkout) for checkout in ((before, ROOT) if turn % 2 == 0 else (ROOT, before))}
+        found.append({row: (old, sides[ROOT][row]) for row, old in sides[before].items() if row in sides[ROOT]})
         print(f"  round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
     rows = []
     for row in found[0]:
@@ -143,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error("--only trl needs --trl DIR")
     before = args.before.resolve()
     if "quickstart" in args.only.split(","):
-        for checkout in (before, _HERE):  # the first run makes the models, and fills caches
+        for checkout in (before, ROOT):  # the first run makes the models, and fills caches
             quickstart(checkout)
     return run_parts(args, lambda name: compare(name, before, args.rounds, measures[name]))
 

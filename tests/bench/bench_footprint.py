@@ -12,15 +12,16 @@ on one without values. Rows of a GPU that is named in them keep their measuremen
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.command import parsed, parser
 from tests.footprint_case import SIZES, Case, measure, predict
+from tests.results import write_results
 
 _TWO = ("trainer.n_gpus_per_node=2",)
 _FSDP = ("actor.strategy=fsdp2",)
@@ -112,29 +113,18 @@ def measure_allocator(file: Path) -> int:
             (predicted,) = predict(case, Path(folder), "cuda")
         one[6:] = predicted.total_bytes, round(predicted.total_bytes / one[5], 3)
         print(strategy, name, *one[4:], flush=True)
-    write(file, found)
+    write_results(file, found, levels=2)
     return 0
-
-
-def write(file: Path, found: Mapping[str, Any]) -> None:
-    """Write a result with one row on a line."""
-    lines = ",\n  ".join(json.dumps(one) for one in found["rows"])
-    head = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1)
-    file.write_text(f'{head[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a ratio missed the goal."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_footprint", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--only", default=",".join(CASES), metavar="PART,..", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the rows of these parts into this file")
-    parser.add_argument("--allocator", type=Path, metavar="FILE", help="measure its cases again on this card")
-    parser.add_argument("--predict", action="store_true", help="compare what --json has measured; measure nothing")
-    args = parser.parse_args(argv)
+    made = parser("tests.bench.bench_footprint", __doc__ or "", CASES)
+    made.add_argument("--allocator", type=Path, metavar="FILE", help="measure its cases again on this card")
+    made.add_argument("--predict", action="store_true", help="compare what --json has measured; measure nothing")
+    args = parsed(made, CASES, argv)
     if args.allocator is not None:
         return measure_allocator(args.allocator)
-    if unknown := [name for name in args.only.split(",") if name not in CASES]:
-        parser.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(CASES)}")
     found: dict[str, Any] = {"what": "", "columns": COLUMNS, "rows": []}
     if args.json is not None and args.json.exists():
         found = json.loads(args.json.read_text())
@@ -147,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += rows_of(part)
     print("\n".join("  ".join(map(str, one)) for one in rows))
     if args.json is not None:
-        write(args.json, {**found, "rows": rows})
+        write_results(args.json, {**found, "rows": rows}, levels=2)
     return 1 if any(abs(one[-1] - 1) > 0.15 for one in rows) else 0
 
 

@@ -10,10 +10,8 @@ folders, in settings, or in `tests.bench.health_fault`; the product has no switc
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +23,15 @@ from safetensors.torch import load_file, save_file
 
 from gkd.metrics.health import Monitor
 from gkd.metrics.writer import read_metrics
+from tests.bench.command import call
 from tests.bench.teacher_report import machine
+from tests.results import write_results
 from tests.service.harness import ServerProcess
 
 FAULT_STEPS = 12
 GOAL_STEPS = 10  # a seeded fault raises an alarm within this number of steps
 EVAL_EVERY = 5
 EOS, PAD = 1, 0  # ids of the quickstart's tokenizer
-_LIMIT_S = 1500.0
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 
@@ -136,10 +135,8 @@ def record(case: Case, models: Path, folder: Path, steps: int) -> None:
             *(f"trainer.total_steps={120 if case.seeded else steps}", "trainer.scheduler=sync", *case.settings),
             f"eval.every={EVAL_EVERY}",
         ]
-        command = [sys.executable, "-m", "tests.bench.health_fault", case.fault, str(n)]
-        command += ["--config", "configs/quickstart_cpu.yaml", *settings]
-        with (folder / "log.txt").open("wb") as log:
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False)
+        words = ["tests.bench.health_fault", case.fault, str(n), "--config", "configs/quickstart_cpu.yaml", *settings]
+        call(*words, log=folder / "log.txt", timeout_s=1500.0, check=False)
     metrics = folder / "run" / "metrics.jsonl"
     if not metrics.exists() or read_metrics(metrics)[-1]["step"] < n:
         raise RuntimeError(f"{case.name}: fewer than {n} steps; see {folder / 'log.txt'}, and delete the folder")
@@ -178,8 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         alarms = ", ".join(f"{name} ({step})" for step, name, _ in result["alarms"]) or "none"
         print(f"{'ok    ' if result['met'] else 'MISSED'}  {case.name:62} {result['steps']:4} steps  {alarms}")
     if args.json is not None:
-        rows = ",\n  ".join(map(json.dumps, results))
-        args.json.write_text(f'{{\n "machine": {json.dumps(machine())},\n "runs": [\n  {rows}\n ]\n}}\n')
+        write_results(args.json, {"machine": machine(), "runs": results}, levels=2)
     return 0 if all(result["met"] for result in results) else 1
 
 

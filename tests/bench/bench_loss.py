@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from tests.bench.command import parsed, parser, run_parts
+from tests.bench.command import check_same_loss, parsed, parser, run_parts
 from tests.bench.loss_case import TOPK, Case, Measured, measure
 from tests.bench.loss_variants import CHUNK_BYTES
 from tests.bench.teacher_report import Figure, Part, Table
@@ -105,11 +105,7 @@ def _rounds(cases: dict[str, Case], rounds: int) -> Rounds:
     for _ in range(rounds):
         for name, case in cases.items():
             found[name].append(measure(case))
-    losses = {name: runs[0].loss for name, runs in found.items() if cases[name].kind != "memcpy"}
-    expected = next(iter(losses.values()))
-    for name, loss in losses.items():
-        if abs(loss - expected) > 1e-4 * abs(expected):
-            raise RuntimeError(f"{name} has the loss {loss}, others {expected}: they do not compute the same")
+    check_same_loss({name: runs[0].loss for name, runs in found.items() if cases[name].kind != "memcpy"})
     return found
 
 

@@ -9,12 +9,10 @@ not repeated, so the command can be interrupted and continued. A run takes about
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,13 +23,13 @@ from typing import Any, NamedTuple
 
 from examples.quickstart.make_models import Recipe, make_models
 from gkd.metrics.writer import read_metrics
+from tests.bench.command import call, parsed, parser
 from tests.bench.teacher_report import machine
 from tests.results import write_results
 from tests.service.harness import ServerProcess
 
 N_ANSWERS = 8192  # of the teacher
 GOAL = 0.95  # of the accuracy without the method
-_LIMIT_S = 1800.0
 
 
 class Case(NamedTuple):
@@ -143,7 +141,7 @@ class Bench:
             *(f"data.seed={seed}", f"teacher.server_port={self._port(case.teacher)}", "eval.every=10"),
             *("trainer.save_every=0", *case.settings),
         ]
-        _call("gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings, log=folder / "log.txt")
+        call("gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings, log=folder / "log.txt")
         names = ("accuracy", "kl")  # k1 alone has no KL
         last = curve[-1] if curve else {}
         step, generated, processed = (last.get(key, 0) for key in ("step", "generated", "processed"))
@@ -173,17 +171,9 @@ class Bench:
         with ServerProcess(self.folders["good"], self._work, options=options) as server:
             words = ["--config", "configs/quickstart_cpu.yaml", "--data", str(prompts), "--out", str(unfinished)]
             words += [f"teacher.server_port={server.port}", f"model.path={self.folders['quickstart']}"]
-            _call("gkd.cli", "generate", *words, log=self._work / "generate.txt")
+            call("gkd.cli", "generate", *words, log=self._work / "generate.txt")
         unfinished.rename(answers)
         return answers
-
-
-def _call(*words: str, log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        subprocess.run(
-            [sys.executable, "-m", *words], stdout=output, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=True
-        )
 
 
 def until(curve: Sequence[dict[str, float]], accuracy: float, tokens: str) -> float | None:
@@ -226,14 +216,10 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_methods")
-    parser.add_argument("--work", type=Path, required=True, help="folder of models, answers and logs")
-    parser.add_argument("--only", default=",".join(EXPERIMENTS), metavar="NAME,..", help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="file of the results; runs that it has are not repeated")
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.only.split(",") if name not in EXPERIMENTS]:
-        parser.error(f"--only {args.only}: no experiment {unknown[0]!r}; there are {', '.join(EXPERIMENTS)}")
+    made = parser("tests.bench.bench_methods", __doc__ or "", EXPERIMENTS)
+    made.add_argument("--work", type=Path, required=True, help="folder of models, answers and logs")
+    made.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    args = parsed(made, EXPERIMENTS, argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     work = args.work.absolute()
     runs: list[dict[str, Any]] = json.loads(args.json.read_text())["runs"] if args.json and args.json.exists() else []

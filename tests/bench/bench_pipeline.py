@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -147,31 +148,35 @@ class ClockEndpoint(ScoringEndpoint):
 
 
 class Processes:
-    """One actor rank, its endpoint and the engines, started once for all runs."""
+    """Actor ranks, an endpoint of each, and engines, started once for all runs; a run uses some of them."""
 
-    def __init__(self, config: Config) -> None:
-        self._cluster, env = Cluster("", n_slots=1 + N_ENGINES, on_cpu=True), worker_env(True)
-        pools = self._cluster.make_pools([PoolSpec("actor", 1, 1, 1), PoolSpec("rollout", 1, N_ENGINES, 1)], 60.0)
-        self._actors = pools["actor"].spawn(TimedActorWorker, env, concurrency_groups=(SAVES,))
-        groups = rollout_worker.CONCURRENCY_GROUPS
+    def __init__(self, n_ranks: int, n_engines: int) -> None:
+        self._cluster, env = Cluster("", n_slots=n_ranks + n_engines, on_cpu=True), worker_env(True)
+        specs = [PoolSpec("actor", 1, n_ranks, 1), PoolSpec("rollout", 1, n_engines, 1)]
+        pools, groups = self._cluster.make_pools(specs, 60.0), rollout_worker.CONCURRENCY_GROUPS
+        self._ranks = pools["actor"].spawn(TimedActorWorker, env, concurrency_groups=(SAVES,))
         self._engines = pools["rollout"].spawn(TimedRolloutWorker, env, concurrency_groups=groups)
-        made = ray.remote(concurrency_groups={RECORDS: 1})(ClockEndpoint)
         options = {"num_cpus": HELPER_CPUS, "max_concurrency": 8, "runtime_env": {"env_vars": env}}
-        self._endpoints = [made.options(**options).remote(config, 0, [""], [Window(64)])]
+        made = ray.remote(concurrency_groups={RECORDS: 1})(ClockEndpoint).options(**options)
+        config = load_config(None, ["trainer.device=cpu"])
+        self._endpoints = [made.remote(config, 0, [""], [Window(64)]) for _ in self._ranks]
 
-    def roles(self, config: Config, timed: Stages) -> Roles:
-        meeting = ray.remote(Meeting).options(num_cpus=0).remote(N_ENGINES)
-        refs = {"actor": self._actors[0].prepare.remote(timed)}
-        refs |= {f"engine {i}": e.prepare.remote(config, timed, meeting) for i, e in enumerate(self._engines)}
-        refs["endpoint"] = self._endpoints[0].prepare.remote(timed.rates.score_token_s)
-        gather(refs, "prepare", 240.0)
-        actor = ActorPool(self._actors, config)
-        return Roles(
-            actor=actor,
-            rollout=RolloutPool(self._engines, config, 1),
-            scoring=ScoringPool(self._endpoints, 120.0),
-            weight_sync=WeightSync(actor.exporters(), self._engines, config, "cpu", timeout_s=60.0),
-        )
+    def train(self, config: Config, timed: Stages, n_prompt: int) -> None:
+        """Make a run. Its prompts have `n_prompt` tokens."""
+        n_ranks, n_engines = config.derived.dp_size, config.derived.n_engines
+        ranks, engines, endpoints = self._ranks[:n_ranks], self._engines[:n_engines], self._endpoints[:n_ranks]
+        meeting = ray.remote(Meeting).options(num_cpus=0).remote(n_engines)
+        calls = {f"rank {i}": rank.prepare.remote(timed) for i, rank in enumerate(ranks)}
+        calls |= {f"engine {i}": one.prepare.remote(config, timed, meeting) for i, one in enumerate(engines)}
+        calls |= {f"endpoint {i}": one.prepare.remote(timed.rates.score_token_s) for i, one in enumerate(endpoints)}
+        gather(calls, "prepare", 240.0)
+        actor = ActorPool(ranks, config)
+        sync = WeightSync(actor.exporters(), engines, config, "cpu", timeout_s=60.0)
+        roles = Roles(actor, RolloutPool(engines, config, n_ranks), ScoringPool(endpoints, 120.0), sync)
+        n_steps = config.trainer.total_steps
+        prompts = [Prompt(i, np.ones(n_prompt, np.int32)) for i in range(config.trainer.global_batch_size * n_steps)]
+        folder = open_run_folder(config, {"name": "timed", "fingerprint": "none"})
+        Trainer(config, roles, prompts, [], folder, n_steps).fit()
 
     def close(self) -> None:
         self._cluster.close()
@@ -204,9 +209,7 @@ def run(processes: Processes, folder: Path, shape: str, scheduler: str, n_steps:
     config = config_of(folder, scheduler, n_steps)
     timed = stages(shape)
     rates = timed.rates
-    prompts = [Prompt(i, np.ones(PROMPT, np.int32)) for i in range(BATCH * n_steps)]
-    opened = open_run_folder(config, {"name": "timed", "fingerprint": "none"})
-    Trainer(config, processes.roles(config, timed), prompts, [], opened, n_steps).fit()
+    processes.train(config, timed, PROMPT)
     lines = read_metrics(folder / "metrics.jsonl")[WARM_UP : n_steps - 2]
 
     def mean(key: str) -> float:
@@ -252,9 +255,8 @@ def as_row(run: dict[str, Any]) -> str:
 
 def measure(root: Path, shapes: list[str], schedulers: list[str], steps: int) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
-    processes = Processes(config_of(root / "none", "sync", 1))
     print(f"{'shape':10}{'scheduler':14}{'step s':>8}{'slowest':>9}{'ratio':>7}{'speed-up':>9}")
-    try:
+    with closing(Processes(1, N_ENGINES)) as processes:
         for shape in shapes:
             n_steps = steps or (ROLLOUT_STEPS if shape == "rollout" else STEPS)
             sync: dict[str, Any] = {}
@@ -266,8 +268,6 @@ def measure(root: Path, shapes: list[str], schedulers: list[str], steps: int) ->
                 compare(found, sync)
                 runs.append(found)
                 print(as_row(found), flush=True)
-    finally:
-        processes.close()
     return runs
 
 

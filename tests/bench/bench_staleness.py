@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from statistics import mean
 from typing import Any
 
 from gkd.metrics.writer import read_metrics
+from tests.bench.command import call
 from tests.bench.teacher_report import machine
 from tests.results import write_results
 from tests.service.harness import ServerProcess
@@ -35,7 +35,6 @@ SCHEDULERS = {
     "2 stream": ("trainer.scheduler=stream", "trainer.max_staleness=2"),
     "4 stream": ("trainer.scheduler=stream", "trainer.max_staleness=4"),
 }
-_LIMIT_S = 1800.0
 
 
 def run(loss: str, scheduler: str, seed: int, *, models: Path, out: Path, port: int, steps: int) -> None:
@@ -44,25 +43,18 @@ def run(loss: str, scheduler: str, seed: int, *, models: Path, out: Path, port: 
     if (folder / "result.json").exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     settings = [
         *(f"data.train_files=[{models / 'train.jsonl'}]", f"data.val_files=[{models / 'heldout.jsonl'}]"),
         *(f"model.path={models / 'student'}", f"trainer.run_dir={folder / 'run'}", f"teacher.server_port={port}"),
         *(f"trainer.total_steps={steps}", f"data.seed={seed}", f"distill.loss={loss}", "eval.metric=exact_match"),
         *SCHEDULERS[scheduler],
     ]
-    with (folder / "log.txt").open("wb") as log:
-        subprocess.run(
-            [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=_LIMIT_S,
-            check=False,
-        )
+    log = folder / "log.txt"
+    call("gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings, log=log, check=False)
     metrics = folder / "run" / "metrics.jsonl"
     lines = read_metrics(metrics) if metrics.exists() else []
     if not lines or lines[-1]["step"] < steps:
-        raise RuntimeError(f"{folder.name}: it ended before step {steps}; see {folder / 'log.txt'}")
+        raise RuntimeError(f"{folder.name}: it ended before step {steps}; see {log}")
     result = {
         "loss": loss,
         "scheduler": scheduler,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from tests.bench.command import parsed, parser, run_parts
+from tests.bench.command import check_same_loss, parsed, parser, run_parts
 from tests.bench.student_case import Case, Measured, measure
 from tests.bench.teacher_report import Figure, Part, Table
 
@@ -80,10 +80,7 @@ def families(rounds: int) -> Part:
 
 def _measured(case: Case) -> Measured:
     found = measure(case)
-    expected = next(iter(found.losses.values()))
-    for variant, loss in found.losses.items():
-        if abs(loss - expected) > 1e-4 * abs(expected):
-            raise RuntimeError(f"{variant} has the loss {loss}, others {expected}: they do not compute the same")
+    check_same_loss(found.losses)
     return found
 
 

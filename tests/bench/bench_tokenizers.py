@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.run.checkpoints import step_folder
 from gkd.run.rollout_file import read_sequences
 from tests.bench import addition_pairs as pairs
+from tests.bench.command import call
 from tests.bench.teacher_report import machine
 from tests.results import write_results
 from tests.service.harness import ServerProcess
@@ -43,7 +43,6 @@ PAIRS = ("left<-char", "right<-left")
 METHODS = ("nodes", "text", "list", "list_text", "units", "units_text")
 TOPK = 16  # entries of a list
 BATCH = 64
-_LIMIT_S = 1800.0
 
 
 def run(method: str, student: Path, teacher: Path, data: Path, seed: int, steps: int, work: Path) -> list[Any]:
@@ -63,13 +62,9 @@ def run(method: str, student: Path, teacher: Path, data: Path, seed: int, steps:
     settings += [f"teacher.signal={signal}", *([f"teacher.topk={TOPK}"] if signal != "hidden" else [])]
     units = "text" if method.endswith("text") else "nodes"
     settings += [f"teacher.tokenizer={teacher}", f"distill.units={units}"]
-    command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings]
-    with (
-        ServerProcess(teacher, work, options=("--dtype", "float32")) as server,
-        (work / "log.txt").open("wb") as log,
-    ):
-        command.append(f"teacher.server_port={server.port}")
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=True)
+    with ServerProcess(teacher, work, options=("--dtype", "float32")) as server:
+        settings.append(f"teacher.server_port={server.port}")
+        call("gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings, log=work / "log.txt")
     tokenizer = AutoTokenizer.from_pretrained(student)
     found = []
     for line in read_metrics(work / "run" / "metrics.jsonl"):

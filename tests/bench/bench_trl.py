@@ -41,7 +41,7 @@ from typing import Any
 
 from examples.real_model.memory import peak_memory
 from gkd.metrics.writer import read_metrics
-from tests.bench.command import add_device, parsed, parser, run_parts
+from tests.bench.command import ROOT, add_device, call, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.bench.trl_models import GPU_SHARE, LEARNING_RATE, SHAPES, Shape, link_files, make_files
 from tests.service.harness import ServerProcess
@@ -54,8 +54,7 @@ _CARD_SERIES = ("distillation", "sync", "distillation")
 _WARM_UP = 2  # steps of ours before the measured ones; TRL needs one
 _COOL_DOWN = 2  # steps of ours after the measured ones: at the end of a run, no batch is generated ahead
 _LIMIT_S = 600.0
-_TRAIN = [sys.executable, "-m", "gkd.main_gkd", "--config"]
-_ROOT = Path(__file__).resolve().parents[2]
+_TRAIN = ("gkd.main_gkd", "--config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def run_trl(name: str, shape: Shape, folder: Path, args: Any, **more: Any) -> Ru
         **more,
     }
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str((args.trl or _ROOT).resolve()), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str((args.trl or ROOT).resolve()), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": str(os.cpu_count()),
         "PYTHONWARNINGS": "ignore",
         "TRL_EXPERIMENTAL_SILENCE": "1",
@@ -110,7 +109,7 @@ def run_trl(name: str, shape: Shape, folder: Path, args: Any, **more: Any) -> Ru
     command = [sys.executable, "-m", "tests.bench.trl_run", json.dumps(case)]
     with (folder / "log.txt").open("wb") as log, peak_of(shape) as peak_gib:
         done = subprocess.run(
-            command, env=environment, cwd=_ROOT, stdout=subprocess.PIPE, stderr=log, timeout=_LIMIT_S, check=False
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, timeout=_LIMIT_S, check=False
         )
     if done.returncode:
         raise RuntimeError(f"TRL ended with exit code {done.returncode}:\n{_tail(folder / 'log.txt')}")
@@ -162,12 +161,9 @@ def run_ours(scheduler: str, shape: Shape, folder: Path, args: Any) -> Run:
             config = Path(out) / "config.yaml"
             config.write_text("{}\n")
             # A card does not wait for the checkpoint of 1.5 billion parameters.
-            command = [sys.executable, "-m", "tests.gpu.timed_run"] if shape.is_colocated else _TRAIN
-            command = [*command, str(config), *(f"{key}={value}" for key, value in settings.items())]
-            with (folder / "log.txt").open("wb") as log:
-                code = subprocess.run(
-                    command, cwd=_ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False
-                ).returncode
+            words = ("tests.gpu.timed_run",) if shape.is_colocated else _TRAIN
+            words = (*words, str(config), *(f"{key}={value}" for key, value in settings.items()))
+            code = call(*words, log=folder / "log.txt", timeout_s=_LIMIT_S, check=False)
         if code:
             raise RuntimeError(f"the run ended with exit code {code}:\n{_tail(folder / 'log.txt')}")
         every = list(read_metrics(run_dir / "metrics.jsonl"))

@@ -13,12 +13,11 @@ the engine the sender's digests.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +26,7 @@ from gkd.config.schema_rollout import GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.weight_sync.group import GroupSpec
 from tests.bench import weight_sync_peers as peers
 from tests.bench.command import add_device, parsed, parser, run_parts
+from tests.bench.teacher_children import Child
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.dist.helpers import free_port
 
@@ -47,6 +47,7 @@ _WAYS, _KEPT = ((False, False, False), (True, False, False), (True, True, False)
 _AND_KEPT = ", kept for restarts"
 _MEMCPY = "memcpy"
 _TENSORS = "tensor by tensor over gloo"
+_LIMIT_S = 200.0  # of a command
 
 
 def save_model(folder: Path, sizes: dict[str, Any]) -> None:
@@ -64,62 +65,28 @@ def save_model(folder: Path, sizes: dict[str, Any]) -> None:
     model.save_pretrained(folder, max_shard_size="4GB")
 
 
-@dataclass
-class Peer:
-    """A process of `tests.bench.weight_sync_peers`; `gpu`: index of its GPU, None: CPU."""
-
-    target: Any
-    folder: Path
-    gpu: int | None
-    _connection: Connection = field(init=False)
-
-    def __post_init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=self.target, args=(other, self.folder, self.gpu), daemon=True)
-        self._process.start()
-        other.close()
-
-    def start(self, name: str, *args: Any) -> None:
-        self._connection.send((name, args))
-
-    def result(self, timeout_s: float = 200.0) -> tuple[Any, tuple[float, float, float]]:
-        """Return the result of the last command and its (start, end, CPU seconds)."""
-        if not self._connection.poll(timeout_s):
-            raise RuntimeError(f"{self.target.__name__}: no reply within {timeout_s:g} s")
-        found = self._connection.recv()
-        if found == "ready":
-            return None, (0.0, 0.0, 0.0)
-        if found[1] is None:
-            raise found[0]
-        return found
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-
-
 class Pair:
     """Both processes, and the measurements by way: (seconds, CPU seconds of the sender, of the engine)."""
 
-    def __init__(self, folder: Path, n_gpus: int) -> None:
-        """Start both; `n_gpus`: 0 = on the CPU, 1 = on the same GPU, 2 = on one each."""
+    def __init__(self, folder: Path, n_gpus: int, stack: ExitStack) -> None:
+        """Start both, until `stack` ends; `n_gpus`: 0 = on the CPU, 1 = on the same GPU, 2 = on one each."""
         self.transports = _TRANSPORTS[n_gpus]
         gpus = [(None, None), (0, 0), (0, 1)][n_gpus]
-        self.sender, self.engine = Peer(peers.sender, folder, gpus[0]), Peer(peers.engine, folder, gpus[1])
+        self.sender, self.engine = (
+            stack.enter_context(Child(serve, folder, gpu, goodbye_s=10.0))
+            for serve, gpu in zip((peers.sender, peers.engine), gpus, strict=True)
+        )
         self.times: dict[str, list[tuple[float, float, float]]] = {}
         for peer in (self.sender, self.engine):
-            peer.result()
-        self.sender.start("plan")
-        self.plan = self.sender.result()[0]
+            peer.answer(_LIMIT_S)
+        self.plan = self.sender.ask(("plan", ()), _LIMIT_S)[0]
         for transport in self.transports:
             port = free_port()
             for rank, peer in enumerate((self.sender, self.engine)):
-                peer.start("join", transport, GroupSpec(transport, "127.0.0.1", port, rank, 2, 120.0, 60.0))
+                spec = GroupSpec(transport, "127.0.0.1", port, rank, 2, 120.0, 60.0)
+                peer.post(("join", (transport, spec)))
             for peer in (self.sender, self.engine):
-                peer.result()
+                peer.answer(_LIMIT_S)
 
     @property
     def n_bytes(self) -> int:
@@ -127,9 +94,10 @@ class Pair:
 
     def both(self, way: str, at_sender: tuple[Any, ...], at_engine: tuple[Any, ...]) -> tuple[Any, Any]:
         """Run a command in each process at the same time; return both results."""
-        self.engine.start(*at_engine)
-        self.sender.start(*at_sender)
-        (sent, (begun, left, cpu)), (got, (also_begun, arrived, other_cpu)) = self.sender.result(), self.engine.result()
+        self.engine.post((at_engine[0], at_engine[1:]))
+        self.sender.post((at_sender[0], at_sender[1:]))
+        sent, (begun, left, cpu) = self.sender.answer(_LIMIT_S)
+        got, (also_begun, arrived, other_cpu) = self.engine.answer(_LIMIT_S)
         seconds = max(left, arrived) - min(begun, also_begun)
         self.times.setdefault(way, []).append((seconds, cpu, other_cpu))
         print(f"  {way}: {seconds:.2f} s, CPU {cpu:.2f} + {other_cpu:.2f} s", file=sys.stderr, flush=True)
@@ -137,8 +105,7 @@ class Pair:
 
     def round(self) -> None:
         """Measure each way once. Raises AssertionError: the engine does not have the sender's tensors."""
-        self.sender.start(_MEMCPY)
-        _, (begun, ended, cpu) = self.sender.result()
+        _, (begun, ended, cpu) = self.sender.ask((_MEMCPY, ()), _LIMIT_S)
         self.times.setdefault(_MEMCPY, []).append((ended - begun, cpu, 0.0))
         print(f"  memcpy: {ended - begun:.2f} s, CPU {cpu:.2f} s", file=sys.stderr, flush=True)
         for loads in (False, True) if GLOO in self.transports else ():
@@ -155,12 +122,7 @@ class Pair:
                 assert sent == got, "the engine has other tensors than were sent"
 
     def step(self) -> None:
-        self.sender.start("step")
-        self.sender.result()
-
-    def close(self) -> None:
-        self.sender.close()
-        self.engine.close()
+        self.sender.ask(("step", ()), _LIMIT_S)
 
 
 def _named(transport: str, loads: bool, with_digests: bool) -> str:
@@ -169,19 +131,16 @@ def _named(transport: str, loads: bool, with_digests: bool) -> str:
 
 def measure(rounds: int, n_gpus: int, *, tiny: bool) -> Part:
     sizes = _SIZES | _TINY if tiny else _SIZES
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         print("making the student", file=sys.stderr, flush=True)
         save_model(Path(name), sizes)
         print("starting the engine", file=sys.stderr, flush=True)
-        pair = Pair(Path(name), n_gpus)
-        try:
-            for number in range(rounds + 1):
-                print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
-                pair.round()
-                if number == 0:
-                    pair.times.clear()
-        finally:
-            pair.close()
+        pair = Pair(Path(name), n_gpus, stack)
+        for number in range(rounds + 1):
+            print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+            pair.round()
+            if number == 0:
+                pair.times.clear()
     seconds = {way: median(time for time, _, _ in times) for way, times in pair.times.items()}
     figures = _figures(seconds, n_gpus)
     if tiny:

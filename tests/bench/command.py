@@ -14,6 +14,8 @@ from typing import Any
 
 from tests.bench.teacher_report import Observer, Part, as_json, as_text, machine, merge_json
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def parser(prog: str, description: str, parts: Collection[str], rounds: int = 0) -> argparse.ArgumentParser:
     """--only, --json, and --rounds unless there is no default of them."""
@@ -61,11 +63,33 @@ def in_fresh_process(module: str, case: Mapping[str, Any], *, threads: int, time
     }
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(case)],
-        env=environment, cwd=Path(__file__).resolve().parents[2], stdout=subprocess.PIPE, text=True, timeout=timeout_s,
-        check=True,
+        env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def call(*words: str, log: Path, timeout_s: float = 1800.0, check: bool = True) -> int:
+    """Run `python -m WORDS`, write what it prints into a file, and return its exit code.
+
+    Raises:
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: it failed (with `check`), or took longer.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=timeout_s, check=check
+        )
+    return done.returncode
+
+
+def check_same_loss(losses: Mapping[str, float]) -> None:
+    """Raise RuntimeError if variants, which should compute the same, have different losses."""
+    expected = next(iter(losses.values()))
+    for name, loss in losses.items():
+        if abs(loss - expected) > 1e-4 * abs(expected):
+            raise RuntimeError(f"{name} has the loss {loss}, others {expected}: they do not compute the same")
 
 
 def run_parts(args: argparse.Namespace, measure: Callable[[str], Part], *, levels: int = 6) -> int:

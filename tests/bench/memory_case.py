@@ -23,13 +23,12 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gkd.actor.fsdp.model import build_on_meta, reshard, shard
 from gkd.memory.states import OPTIMIZER, PARAMS, States
 from gkd.memory.usage import trim_heap
-from tests.bench.student_case import SIZES
+from tests.bench.student_case import SIZES, only_rank
 
 MIB = 1 << 20
 # By device: bytes of the blocks between two rounds, and of the largest: smaller than most weights of 7B (136 MB).
@@ -70,15 +69,9 @@ class Measured:
 def run(case: Case) -> Measured:
     from transformers import Qwen3Config
 
-    device = torch.device(case.device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder, only_rank(case.device):
         Qwen3Config(**(SIZES | case.sizes)).save_pretrained(folder)
-        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        try:
-            return _measure(case, device, Path(folder))
-        finally:
-            dist.destroy_process_group()
+        return _measure(case, torch.device(case.device), Path(folder))
 
 
 def _measure(case: Case, device: torch.device, folder: Path) -> Measured:

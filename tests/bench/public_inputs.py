@@ -14,10 +14,9 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tests.bench.command import parsed, parser, run_parts
+from tests.bench.command import ROOT, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 
-_ROOT = Path(__file__).resolve().parents[2]
 _TEXT = Path(__file__).with_suffix(".txt").read_text()
 _LINES = [line.split(" | ") for line in _TEXT.splitlines() if not line.startswith("#")]
 CASES = {number: (problem, right, tests.split()) for number, problem, right, tests in _LINES}
@@ -51,7 +50,7 @@ def _run(tests: list[str]) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *(f"tests/{test}" for test in tests)]
-        subprocess.run(command, cwd=_ROOT, env=os.environ | {"PYTHONPATH": str(_ROOT)}, check=False)
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     found = dict[str, list[str]]()
     for test in tests:

@@ -12,7 +12,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,21 +94,27 @@ def run(case: Case) -> Measured:
     """In this process."""
     torch.set_num_threads(case.threads)
     rollouts, scores = sequences(case.mix)
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder, only_rank("cpu"):
         save_model(Path(folder), kind=case.model)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        try:
-            steps = {variant: _step(variant, Path(folder), rollouts, scores) for variant in case.variants}
-            losses = {variant: step() for variant, step in steps.items()}
-            seconds: dict[str, list[float]] = {variant: [] for variant in case.variants}
-            for _ in range(case.rounds):
-                for variant, step in steps.items():
-                    start = time.perf_counter()
-                    step()
-                    seconds[variant].append(time.perf_counter() - start)
-        finally:
-            dist.destroy_process_group()
+        steps = {variant: _step(variant, Path(folder), rollouts, scores) for variant in case.variants}
+        losses = {variant: step() for variant, step in steps.items()}
+        seconds: dict[str, list[float]] = {variant: [] for variant in case.variants}
+        for _ in range(case.rounds):
+            for variant, step in steps.items():
+                start = time.perf_counter()
+                step()
+                seconds[variant].append(time.perf_counter() - start)
     return Measured(seconds, losses, sum(r.n_tokens for r in rollouts))
+
+
+@contextmanager
+def only_rank(device: str) -> Iterator[None]:
+    """Make this process the only rank of a group, on "cpu" or "cuda"."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def save_model(

@@ -48,11 +48,14 @@ class Done(NamedTuple):
 def save_model(folder: Path, device: str = "cpu", *, tiny: bool = True) -> Path:
     """A random Qwen3 with 4 layers, or with 24 wider ones; weights large enough for peaked rows."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tests.bench import student_case
 
     n_layers, hidden = (N_LAYERS, HIDDEN) if tiny else (GPU_LAYERS, GPU_HIDDEN)
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    student_case.save_model(
+        folder,
+        device=device,
+        dtype=getattr(torch, dtype_on(device)),
         vocab_size=VOCAB,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -64,10 +67,6 @@ def save_model(folder: Path, device: str = "cpu", *, tiny: bool = True) -> Path:
         tie_word_embeddings=False,
         initializer_range=0.1,
     )
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config)
-    model.to(getattr(torch, dtype_on(device))).save_pretrained(folder)
-    del model
     torch.cuda.empty_cache()
     return folder
 

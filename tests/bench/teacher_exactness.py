@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from pathlib import Path
 
@@ -62,9 +61,10 @@ def exactness(n_sequences: int) -> Part:
 
 def _ask(engine: str, model: Path, folder: Path, rollouts: list[Rollout]) -> list[TopKTable]:
     """In the order of `rollouts`."""
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(ServerProcess(model, folder, options=("--engine", engine, "--dtype", "float32")))
-        teacher = stack.enter_context(connect(server.port, k=K, n_vocab=VOCAB, wire="fp32", request_timeout_s=300.0))
+    with (
+        ServerProcess(model, folder, options=("--engine", engine, "--dtype", "float32")) as server,
+        connect(server.port, k=K, n_vocab=VOCAB, wire="fp32", request_timeout_s=300.0) as teacher,
+    ):
         scores = dict(score(teacher, rollouts))
     return [scores[index] for index in range(len(rollouts))]
 

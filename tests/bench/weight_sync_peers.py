@@ -35,19 +35,12 @@ def device_of(gpu: int | None) -> torch.device:
 
 
 def serve(connection: Connection, commands: dict[str, Callable[..., Any]]) -> None:
-    """Run commands (name, arguments) until the connection is closed; the reply to each is (result, times)."""
+    """Run commands (name, arguments), in a `Child`; the reply to each is (result, times)."""
     connection.send("ready")
     while True:
-        try:
-            name, args = connection.recv()
-        except EOFError:
-            return
+        name, args = connection.recv()
         cpu, began = time.process_time(), time.monotonic()
-        try:
-            result: Any = commands[name](*args)
-        except BaseException as error:
-            connection.send((error, None))
-            raise
+        result: Any = commands[name](*args)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         connection.send((result, (began, time.monotonic(), time.process_time() - cpu)))

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from gkd.data.batching import make_micro_batches
 from tests.bench.command import in_fresh_process, parsed, parser, run_parts
-from tests.bench.student_case import MIXES, make_student, save_model, sequences
+from tests.bench.student_case import MIXES, make_student, only_rank, save_model, sequences
 from tests.bench.teacher_report import Figure, Part
 from tests.dry_card.without_values import train_without_values
 
@@ -61,10 +60,9 @@ def run(variant: str, n_layers: int, ops: bool) -> dict[str, Any]:
     MIXES["one_pack"] = lambda rng: [(16, 48)] * 8
     rollouts, scores = sequences("one_pack", _SIZES["vocab_size"])
     batches = make_micro_batches(rollouts, scores, micro_batch_size=8, packed=True)
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder, only_rank("cuda"):
         model = Path(folder) / "model"
         save_model(model, dtype=torch.bfloat16, num_hidden_layers=n_layers, **_SIZES)
-        dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         start = time.perf_counter()
         student = make_student(
             variant.partition("_")[0], model, dtype=torch.bfloat16, device="cuda:0", **VARIANTS[variant]
@@ -83,7 +81,6 @@ def run(variant: str, n_layers: int, ops: bool) -> dict[str, Any]:
                 step()
             called.update(event.name for event in profiled.events() or ())
         assert student.skipped == 0, "steps without loss tokens leave out the optimizer"
-        dist.destroy_process_group()
     return {"counts": counts, "seconds": seconds, "ops": called.most_common(60)}
 
 

@@ -18,10 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gkd.cluster.gpus import machine_gpus, visible_gpus
-from tests.bench.command import add_device, parsed, parser, run_parts
+from tests.bench.command import ROOT, add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(device: str, n_gpus: int, steps: int) -> Part:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gkd.data.batching import make_micro_batches
 from tests.bench.command import add_device, parsed, parser, run_parts
-from tests.bench.student_case import SIZES, PlainStep, make_student, save_model, sequences
+from tests.bench.student_case import SIZES, PlainStep, make_student, only_rank, save_model, sequences
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.dist.student_cases import grads_of
 
@@ -44,9 +43,7 @@ def measure(device: str, n_sequences: int) -> Part:
     figures: list[Figure] = []
     rows: list[tuple[str | float, ...]] = []
     where = "cuda:0" if device == "cuda" else "cpu"
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name:
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{name}/rendezvous", rank=0, world_size=1)
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name, only_rank(device):
         for model, save in (("", save_model), ("experts, ", _save_with_experts)):
             folder = Path(name) / f"model {model}"
             save(folder)
@@ -67,7 +64,6 @@ def measure(device: str, n_sequences: int) -> Part:
                             figures.append(Figure(f"{label}, error / Hugging Face's", ratio, at_most=AS_GOOD))
                         rows.append((label, error, plain[what]))
                     del student
-        dist.destroy_process_group()
     what = "Largest difference of a logprob in nats, and of a gradient as a share of its norm, from float32."
     table = Table("errors", ("what", "error", "Hugging Face in the same dtype"), rows)
     return Part("parity", what, figures, [table], {"device": device})

@@ -25,11 +25,10 @@ import torch
 from examples.real_model.prompts import write_prompts
 from gkd.metrics.writer import read_metrics
 from tests.bench.bench_trl import our_settings, run_trl
-from tests.bench.command import add_device, parsed, parser, run_parts
+from tests.bench.command import ROOT, add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.bench.trl_models import SHAPES, Shape, link_files, make_files
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("ours", "trl")
 N_HELDOUT, N_SHOWN, LEARNING_RATE, STEPS = 32, 4, 3e-4, 1_000_000
 PAIR = Shape((576, 12), (576, 30), 96, 128, 0, 0, None, "bfloat16", True, 128, 32, device="cuda", is_colocated=True)

@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.bench.command import add_device, parsed, parser, run_parts
+from tests.bench.command import ROOT, add_device, parsed, parser, run_parts
 from tests.bench.student_case import SIZES, save_model, save_tokenizer
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.bench_student_cuda import COMMON, SHAPES, useful_flops
 from tests.gpu.peaks import peak_tflops, share_of_peak
 
-ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("megatron", "fsdp2")
 N_PROMPTS, RESPONSE, PROMPTS = 16, 256, (256, 768)
 TINY_N_PROMPTS, TINY_RESPONSE, TINY_PROMPTS = 4, 8, (8, 24)

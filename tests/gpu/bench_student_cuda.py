@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
 from gkd.data.batching import make_micro_batches
 from tests.bench.command import add_device, parsed, parser, run_parts
-from tests.bench.student_case import MIXES, TOPK, PlainStep, make_student, save_model, sequences
+from tests.bench.student_case import MIXES, TOPK, PlainStep, make_student, only_rank, save_model, sequences
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.footprint_case import Case, predict
 from tests.gpu.peaks import peak_tflops, share_of_peak
@@ -87,11 +86,9 @@ def measure(name: str, args: Any) -> Part:
     peak = product if args.tiny else args.peak_tflops or peak_tflops(torch.cuda.get_device_name())
     variants = VARIANTS.get(name, ("hf", "fsdp2", "megatron"))
     table: dict[str, tuple[float, float, float, float, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder, only_rank(args.device):
         model = Path(folder) / "tied"  # where `predicted_gib` expects it
         save_model(model, device=args.device, dtype=dtype, **sizes)
-        backend = "nccl" if on_card else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         for variant in variants:
             if on_card:
                 torch.cuda.empty_cache()
@@ -108,7 +105,6 @@ def measure(name: str, args: Any) -> Part:
                 trace(step, args.trace / f"{name}_{variant.replace(', ', '_')}")
             del step
             gc.collect()  # the students have reference cycles
-        dist.destroy_process_group()
     rows = [(variant, *numbers) for variant, numbers in table.items()]
     columns = ("step", "seconds", "tokens/s", "TFLOP/s", "peak GiB", "predicted GiB")
     peaks = f"peak {'unknown' if peak is None else f'{peak:.1f}'} TFLOP/s, a product {product:.1f}"

@@ -36,13 +36,12 @@ import psutil
 
 from gkd.cluster.gpus import machine_gpus
 from gkd.metrics.writer import read_metrics
-from tests.bench.command import parser, run_parts
+from tests.bench.command import ROOT, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part
 from tests.dist.helpers import free_port
 from tests.dry_card.environment import environment, gpu_python, remove_segments
 from tests.service.harness import ServerProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "models" / "quickstart"
 RUN_S, REPLAY_S = 900, 400
 _MARK = "GKD_MATRIX_RUN"  # variable of all processes of a run
@@ -358,9 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
     made = parser("tests.gpu.matrix", __doc__ or "", CASES, rounds=1)
     made.add_argument("--dry", action="store_true", help="on the stand-in cards of tests/dry_card")
-    args = made.parse_args(argv)
-    if unknown := [name for name in args.only.split(",") if name not in CASES]:
-        made.error(f"--only {args.only}: no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    args = parsed(made, CASES, argv)
     if not (MODELS / "models.json").exists():
         subprocess.run(
             [sys.executable, "-m", "examples.quickstart.make_models", "--out", str(MODELS)], cwd=ROOT, check=True

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gkd.types import Prompt
+from tests.bench.student_case import save_model
 from tests.device import on_stand_in, patience
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -22,28 +23,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 VOCAB, EOS = 32_000, 1
 MIB = 1 << 20
 N_CYCLES, N_TOKENS = (2, 8) if on_stand_in() else (10, 40)  # stand-in cards compute on the CPU
-
-
-def _save(folder: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def _probe(student: Path, eager: bool) -> dict[str, Any]:
@@ -119,7 +98,10 @@ GRAPHS = pytest.param(False, id="graphs", marks=pytest.mark.real_card("CUDA grap
 @pytest.fixture(scope="module", params=[pytest.param(True, id="eager"), GRAPHS])
 def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     student = tmp_path_factory.mktemp("student")
-    _save(student)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 1024, "intermediate_size": 3072}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    sizes |= {"max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": 0}
+    save_model(student, dtype=torch.bfloat16, initializer_range=0.1, **sizes)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_probe, student, request.param).result(timeout=280 * patience())
 

@@ -67,7 +67,10 @@ class Run:
     def gpu_map(self) -> GpuMap | None:
         """Return the content of gpus.json; None: there is none. Raises ClusterError: it is damaged."""
         file = self.root / "gpus.json"
-        return gpu_map_from_json(_bytes(file), str(file)) if file.exists() else None
+        if not file.exists():
+            return None
+        with naming(file, "read"):
+            return gpu_map_from_json(file.read_bytes(), str(file))
 
     def environment(self) -> list[dict[str, Any]]:
         """Return the lines of environment.jsonl, one per start of the run; empty: there is none.
@@ -119,8 +122,3 @@ def _read(folder: Path, name: str) -> Run:
         fix = "give the folder of a run (trainer.run_dir); a run writes this file when it starts."
         raise ConfigError("RUN", str(folder), "it has no metrics.jsonl.", fix)
     return Run(name, folder, read_metrics(metrics), yaml_values(config) if config.is_file() else {})
-
-
-def _bytes(file: Path) -> bytes:
-    with naming(file, "read"):
-        return file.read_bytes()
