@@ -161,18 +161,14 @@ class RequestQueue:
         # The end of a stream counts only if the same worker sent its beginning.
         if job is None or (job.is_stream and job.worker != worker):
             return None
-        self._forget(job)
+        self.drop(job)
         return job
-
-    def cancel(self, job: Job) -> None:
-        """Drop a job. The caller notifies `Job.worker`."""
-        self._forget(job)
 
     def expire(self, now_s: float) -> list[Job]:
         """Drop and return the jobs whose deadline has passed, queued or assigned. The caller notifies `Job.worker`."""
         late = [job for job in self._jobs.values() if job.deadline_s < now_s]
         for job in late:
-            self._forget(job)
+            self.drop(job)
         return late
 
     def retry(self, job: Job, failed_on: str) -> bool:
@@ -190,7 +186,7 @@ class RequestQueue:
     def _requeue(self, job: Job) -> bool:
         self._release(job)
         if job.attempts >= self._max_attempts:
-            self._forget(job)
+            self.drop(job)
             return False
         job.worker = None
         self.n_retried += 1
@@ -211,7 +207,8 @@ class RequestQueue:
         if job.worker in self.workers:
             self.workers[job.worker].release(job.job_id)
 
-    def _forget(self, job: Job) -> None:
+    def drop(self, job: Job) -> None:
+        """Forget a job. The caller notifies `Job.worker`."""
         del self._jobs[job.job_id], self._by_key[job.key]
         if job.worker is not None:
             self._release(job)

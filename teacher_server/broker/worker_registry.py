@@ -192,7 +192,8 @@ class WorkerRegistry:
             self._queue.complete(identity, job.job_id)
             self._queue.record_completed(identity, job, checked.queue_s, checked.compute_s)
             signal = "generate" if isinstance(checked, GenerateReply) else checked.signal
-            self._board.completed(job.teacher, signal, _n_scored(job), checked.queue_s, checked.compute_s)
+            n_tokens = job.request.total_length if isinstance(job.request, ScoreRequest) else 0
+            self._board.completed(job.teacher, signal, n_tokens, checked.queue_s, checked.compute_s)
         self._outbox.to_client(job.client, frames)
 
     def _on_error(self, identity: bytes, job: Job, error: ErrorReply, frames: list[zmq.Frame]) -> None:
@@ -212,7 +213,3 @@ class WorkerRegistry:
 
 def _process(hello: WorkerHello) -> Process:
     return hello.name, hello.host, hello.pid, hello.nonce
-
-
-def _n_scored(job: Job) -> int:
-    return job.request.total_length if isinstance(job.request, ScoreRequest) else 0

@@ -140,21 +140,8 @@ def _load(folder: ModelFolder, settings: GivenSettings) -> Engine:
     max_tokens = settings.max_tokens or folder.max_tokens
     if max_tokens > folder.max_tokens:
         raise SettingsError(f"--max-tokens {max_tokens}: more than the model's {folder.max_tokens}.")
-    return load_engine(
-        EngineSettings(
-            model=folder.path,
-            engine=settings.engine,
-            device=settings.device,
-            dtype=settings.dtype,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            threads=settings.threads,
-            max_tokens=max_tokens,
-            max_batch_tokens=settings.max_batch_tokens,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            kv_cache_mib=settings.kv_cache_mib,
-            images=settings.images,
-        )
-    )
+    values = {option.name: getattr(settings, option.name) for option in TEACHER_OPTIONS if option.name != "gpus"}
+    return load_engine(EngineSettings(**values | {"model": folder.path, "max_tokens": max_tokens}))
 
 
 def _hello(

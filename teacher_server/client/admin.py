@@ -59,9 +59,6 @@ class AdminLink:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._connection.close()
 
     def status(self) -> ServerStatus:

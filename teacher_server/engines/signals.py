@@ -298,18 +298,10 @@ class LogitsStream:
 
     Args:
         hidden: [R, H], kept until `close`.
-        logits_of: `signals.LogitsOf`.
         n_vocab: number of columns that are kept.
     """
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
-        temperature: float,
-        n_vocab: int,
-        wire: Wire,
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, logits_of: LogitsOf, temperature: float, n_vocab: int, wire: Wire) -> None:
         self.n_rows = len(hidden)
         self.n_cols = n_vocab
         self.dtype: RowDtype = "float16" if wire == "fp16" else "float32"

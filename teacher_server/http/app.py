@@ -53,13 +53,11 @@ class App:
 
     def routes(self) -> Starlette:
         """Return the ASGI application."""
-        score = self._score
-        get = ["GET"]
         return Starlette(
             routes=[
-                *(Route(path, score, methods=["POST"]) for path in _DIALECTS),
-                Route("/v1/models", self._models, methods=get),
-                *(Route(path, self._health, methods=get) for path in _ALIVE),
+                *(Route(path, self._score, methods=["POST"]) for path in _DIALECTS),
+                Route("/v1/models", self._models),
+                *(Route(path, self._health) for path in _ALIVE),
             ],
             exception_handlers={HTTPException: _no_such_path, Exception: _no_such_path},
         )

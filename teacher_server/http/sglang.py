@@ -9,7 +9,7 @@ SGLang's input logprobs are those at temperature 1, whatever the request's tempe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -98,8 +98,4 @@ def _tables(wanted: Wanted, scores: TopKTable) -> dict[str, Iterable[bytes]]:
     return tables
 
 
-def _error(status: int, text: str) -> Mapping[str, object]:
-    return {"error": {"message": text}}
-
-
-GENERATE = Dialect(_read, _error)
+GENERATE = Dialect(_read, lambda _, text: {"error": {"message": text}})

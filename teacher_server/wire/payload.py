@@ -343,7 +343,7 @@ def given_planes(request: ScoreRequest) -> list[Plane]:
     """Return the planes in the frames after the token ids; none without given ids or a map of units."""
     images = [Plane(f"image {i}", "u1", size) for i, size in enumerate(request.image_sizes)]
     if request.n_mapped:
-        return [*_unit_planes(request.n_mapped), *images]
+        return [Plane("units", "<i4", request.n_mapped), *images]
     n_items = request.n_rows * request.n_given
     planes_of_ids = [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)] if n_items else []
     return [*planes_of_ids, *images]
@@ -386,13 +386,9 @@ def unpack_given(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray 
     return ids.reshape(request.n_rows, request.n_given)
 
 
-def _unit_planes(n_tokens: int) -> list[Plane]:
-    return [Plane("units", "<i4", n_tokens)]
-
-
 def pack_units(units: np.ndarray) -> list[memoryview]:
     """Return the frames of a map of units, [V] int32."""
-    return cut_planes(_unit_planes(len(units)), {"units": units})
+    return cut_planes([Plane("units", "<i4", len(units))], {"units": units})
 
 
 def unpack_units(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray | None:

@@ -471,9 +471,7 @@ class Pong(Header, tag="pong"):
 
 
 Work = ScoreRequest | HeadRequest | GenerateRequest
-ClientMessage = (
-    ScoreRequest | HeadRequest | GenerateRequest | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
-)  # fmt: skip
+ClientMessage = Work | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
 ServerMessage = ScoreReply | RowsReply | GenerateReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
 requests: Codec[ClientMessage] = Codec(ClientMessage)
 replies: Codec[ServerMessage] = Codec(ServerMessage)
