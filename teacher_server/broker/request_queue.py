@@ -172,11 +172,7 @@ class RequestQueue:
         return late
 
     def retry(self, job: Job, failed_on: str) -> bool:
-        """Requeue an assigned job on which the engine of worker `failed_on` failed.
-
-        Returns:
-            False if no other worker can try it, or the job has no attempts left.
-        """
+        """Requeue a job on which the engine of worker `failed_on` failed. False: it has no other worker or attempt."""
         names = {w.hello.name for w in self.workers.values() if w.hello.teacher == job.teacher and not w.leaving}
         if job.attempts >= self._max_attempts or not names - job.failed_workers - {failed_on}:
             return False
@@ -234,13 +230,10 @@ class RequestQueue:
         return False
 
     def remove_worker(self, worker: bytes, *, blame: bool = True) -> list[Job]:
-        """Remove a worker and requeue its jobs.
+        """Remove a worker and requeue its jobs. Return those that are given up, because they have no attempts left.
 
         Args:
             blame: count it as an attempt of its jobs. False if the worker has only reconnected.
-
-        Returns:
-            The jobs that are given up, because they have no attempts left.
         """
         removed = self.workers.pop(worker, None)
         given_up: list[Job] = []
@@ -273,14 +266,14 @@ class RequestQueue:
 
 
 _MOST = 4096  # prompts; the least recently used is forgotten
-_Key = tuple[str, int]  # teacher, digest of a prompt
 
 
 class PromptOwners:
     """The last worker of each prompt, for the prompts of the latest requests."""
 
     def __init__(self) -> None:
-        self._owners: dict[_Key, bytes] = {}  # the least recently used is the first
+        # Key: teacher, digest of a prompt. The least recently used is the first.
+        self._owners: dict[tuple[str, int], bytes] = {}
 
     def __len__(self) -> int:
         return len(self._owners)

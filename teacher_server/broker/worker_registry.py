@@ -123,13 +123,9 @@ class WorkerRegistry:
             self._outbox.refuse_job(job, "worker_lost", text)
 
     def drain(self, name: str) -> int:
-        """Assign no new requests to a worker.
+        """Assign no new requests to a worker, and return the number of its unfinished ones.
 
-        Returns:
-            The number of its unfinished requests.
-
-        Raises:
-            LookupError: if no worker has, or had, this name.
+        Raises LookupError: no worker has, or had, this name.
         """
         workers = [worker for worker in self._queue.workers.values() if worker.hello.name == name]
         if not workers and name not in self._leaving.values():

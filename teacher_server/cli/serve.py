@@ -111,11 +111,7 @@ class _Signals:
 
 
 class Server:
-    """The running server: broker, metrics and worker processes. `stack` ends them.
-
-    Raises:
-        ServerError: if the server cannot start or cannot continue.
-    """
+    """The running server: broker, metrics and worker processes, which `stack` ends. Raises ServerError as its parts."""
 
     def __init__(self, settings: ServerSettings, signals: _Signals, stack: contextlib.ExitStack) -> None:
         self._settings = settings

@@ -77,13 +77,9 @@ class AdminLink:
             raise ServerError(f"{self.endpoint}: {error}.") from error
 
     def drain(self, worker: str) -> int:
-        """Drain one worker, or the server if `worker` is empty. Can be repeated.
+        """Drain one worker, or the server if `worker` is empty, and return the number of requests left.
 
-        Returns:
-            The number of requests left.
-
-        Raises:
-            NoReply, ServerError: as `status`.
+        Can be repeated. Raises as `status`.
         """
         reply, _ = self._request(DrainRequest(request_id=os.urandom(ID_BYTES), worker=worker))
         if not isinstance(reply, DrainReply):

@@ -263,11 +263,7 @@ class Request(ABC):
 
 
 class InfoCall(Request):
-    """Request the description of a teacher: an `InfoReply`.
-
-    Args:
-        teacher: its name; empty if the server has one teacher.
-    """
+    """Request the description of a teacher: an `InfoReply`. The name may be empty if the server has one teacher."""
 
     def __init__(self, teacher: str) -> None:
         header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher)

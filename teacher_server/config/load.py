@@ -183,7 +183,7 @@ def _item_type(kind: Any, name: str) -> Any:
     return _hints(item).get(name) if dataclasses.is_dataclass(item) else (get_args(item) or (None,))[-1]
 
 
-_hints = functools.cache(get_type_hints)
+_hints: Callable[[Any], Mapping[str, Any]] = functools.cache(get_type_hints)
 
 
 def merge(

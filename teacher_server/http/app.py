@@ -180,12 +180,7 @@ class _Server(uvicorn.Server):
 
 
 def run(listener: socket.socket, link: BrokerLink, token: str, on_ready: Callable[[], None]) -> None:
-    """Serve HTTP until SIGTERM or SIGINT, and return at most about `_CLOSE_S` later.
-
-    Args:
-        listener: bound TCP socket.
-        token: see `App`.
-    """
+    """Serve HTTP on a bound TCP socket until SIGTERM or SIGINT, and return at most about `_CLOSE_S` later."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when it has stopped
     asyncio.run(_serve(listener, link, token, on_ready))

@@ -75,11 +75,7 @@ def load_server_keys(folder: str | Path) -> ServerKeys:
 
 
 def load_peer_keys(folder: str | Path, role: Role) -> PeerKeys:
-    """Load the bundle that `keygen` made for one host.
-
-    Raises:
-        KeysError: if it is incomplete or damaged, or if other users can read its secret key.
-    """
+    """Load a bundle of `keygen`. Raises KeysError: incomplete or damaged, or other users can read its secret key."""
     folder = Path(folder)
     if os.path.exists(folder / "server.key_secret"):  # False, and no error, in a folder without access
         raise KeysError(

@@ -175,8 +175,8 @@ def test_the_port_is_free_again_after_stop_and_taken_is_an_error() -> None:
 def test_the_transformers_engine_prints_nothing_while_it_loads(tmp_path: Path) -> None:
     """Fails if stderr of a worker has a progress bar, which is neither a log line nor JSON."""
     code = f"""
-from teacher_server.engines.hf import HfEngine
-HfEngine({str(save_random(tmp_path / "model"))!r}, dtype="float32", device="cpu", max_tokens=8)
+from teacher_server.engines.load import EngineSettings, load_engine
+load_engine(EngineSettings(model={str(save_random(tmp_path / "model"))!r}, max_tokens=8, engine="hf", device="cpu"))
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
