@@ -72,7 +72,7 @@ class Job:
         """Return the tokens of its longest sequence."""
         if isinstance(self.request, GenerateRequest):
             return max(self.request.lengths) + self.request.max_tokens
-        return self.request.longest if isinstance(self.request, ScoreRequest) else 1
+        return max((n_total for _, n_total in self.sequences), default=1)
 
     @property
     def is_stream(self) -> bool:

@@ -78,8 +78,7 @@ class WorkerRegistry:
             return
         if identity not in self._queue.workers:
             self._outbox.add_worker(identity, socket)
-            reason = self._refusal(hello, local=local)[:_MAX_CHARS]
-            if reason:
+            if reason := self._refusal(hello, local=local)[:_MAX_CHARS]:
                 log.error("worker %s of %s cannot join: %s", hello.name, hello.host, reason)
                 self._outbox.to_worker(identity, Dismiss(why=reason))
                 self._outbox.remove_worker(identity)

@@ -411,10 +411,9 @@ def groups_of(batch: Sequence[TokenSequence], block: int) -> tuple[list[list[int
     """Return the indices of sequences with a common prompt of more than `block` tokens, and those of all others."""
     by_prompt: dict[bytes, list[int]] = {}
     for index, sequence in enumerate(batch):
-        if sequence.images:  # the ids of two images of one size are the same
-            by_prompt[b"%d" % index] = [index]
-            continue
-        by_prompt.setdefault(sequence.token_ids[: sequence.prompt_length].tobytes(), []).append(index)
+        # The ids of two images of one size are the same.
+        key = b"%d" % index if sequence.images else sequence.token_ids[: sequence.prompt_length].tobytes()
+        by_prompt.setdefault(key, []).append(index)
     groups = [g for g in by_prompt.values() if block and len(g) > 1 and batch[g[0]].prompt_length > block]
     grouped = {index for group in groups for index in group}
     return groups, [index for index in range(len(batch)) if index not in grouped]

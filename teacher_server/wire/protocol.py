@@ -249,11 +249,6 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
         """Return (P, P + R) of each sequence."""
         return self.lengths or [(self.prompt_length, self.total_length)]
 
-    @property
-    def longest(self) -> int:
-        """Return the largest P + R."""
-        return max(total for _, total in self.sequences)
-
 
 class HeadRequest(Header, tag="head_request", kw_only=True):
     """Request the LM head, [V, H], as a stream. With the `hidden` signal it gives the exact distribution."""
