@@ -129,7 +129,7 @@ class ClientHandler:
     def _cancel(self, client: bytes, request_id: bytes) -> None:
         job = self._queue.find_request(client, request_id)
         if job is not None:
-            self._queue.cancel(job)
+            self._queue.drop(job)
             self.notify_cancelled(job)
 
     def notify_cancelled(self, job: Job) -> None:

@@ -72,7 +72,7 @@ class Job:
         """Return the tokens of its longest sequence."""
         if isinstance(self.request, GenerateRequest):
             return max(self.request.lengths) + self.request.max_tokens
-        return self.request.longest if isinstance(self.request, ScoreRequest) else 1
+        return max((n_total for _, n_total in self.sequences), default=1)
 
     @property
     def is_stream(self) -> bool:
@@ -178,12 +178,9 @@ def _check_scores(job: Job, reply: ScoreReply) -> None:
     request = job.request
     if not isinstance(request, ScoreRequest):
         raise ProtocolError("scores as the reply to a request for the LM head")
-    _same("signal", reply.signal, request.signal)
-    _same("n_rows", reply.n_rows, request.n_rows)
-    _same("k", reply.k, request.k)
-    _same("wire", reply.wire, request.wire)
+    for name in ("signal", "n_rows", "k", "wire", "with_sampled"):
+        _same(name, getattr(reply, name), getattr(request, name))
     _same("adaptive", reply.adaptive, request.mass > 0)
-    _same("with_sampled", reply.with_sampled, request.with_sampled)
 
 
 def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) -> None:

@@ -5,9 +5,8 @@ A scrape runs in its own thread and reads the latest status, so a slow reader do
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from wsgiref.simple_server import WSGIServer
+from contextlib import ExitStack
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -15,8 +14,6 @@ from prometheus_client.registry import Collector
 
 from teacher_server.errors import ServerError
 from teacher_server.wire.status import ServerStatus
-
-_STATES = ("ready", "draining")
 
 
 class _Gauges(Collector):
@@ -35,7 +32,7 @@ class _Gauges(Collector):
         workers = [
             ((teacher.name, state), sum(w.teacher == teacher.name and w.state == state for w in status.workers))
             for teacher in status.teachers
-            for state in _STATES
+            for state in ("ready", "draining")
         ]
         yield _gauge("workers", "Workers that have joined.", workers, "teacher", "state")
         for name, text, field in (
@@ -55,27 +52,13 @@ def _gauge(name: str, text: str, values: Sequence[tuple[tuple[str, ...], float]]
     return gauge
 
 
-class MetricsServer:
-    """A running /metrics endpoint."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
-        self.port: int = server.server_port
-
-    def stop(self) -> None:
-        """Close the port; blocks for at most about half a second."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 def serve_metrics(
-    host: str, port: int, status: Callable[[], ServerStatus], registry: CollectorRegistry
-) -> MetricsServer:
-    """Serve HTTP on host:port in its own thread, without authentication. Port 0 picks a free port.
+    stack: ExitStack, host: str, port: int, status: Callable[[], ServerStatus], registry: CollectorRegistry
+) -> int:
+    """Serve HTTP on host:port in its own thread, without authentication, and return the port. 0 picks a free port.
 
     Args:
+        stack: closes the port; that blocks for at most about half a second.
         status: returns the latest status; any thread may call it.
 
     Raises:
@@ -83,7 +66,10 @@ def serve_metrics(
     """
     registry.register(_Gauges(status))
     try:
-        return MetricsServer(*start_http_server(port, host, registry))
+        server, thread = start_http_server(port, host, registry)
     except OSError as error:
         fix = "Fix: change --metrics-port or --metrics-host."
         raise ServerError(f"cannot listen on {host}:{port} for metrics: {error.strerror}. {fix}") from error
+    for end in (thread.join, server.server_close, server.shutdown):  # the last one is the first that `stack` calls
+        stack.callback(end)
+    return server.server_port

@@ -161,26 +161,18 @@ class RequestQueue:
         # The end of a stream counts only if the same worker sent its beginning.
         if job is None or (job.is_stream and job.worker != worker):
             return None
-        self._forget(job)
+        self.drop(job)
         return job
-
-    def cancel(self, job: Job) -> None:
-        """Drop a job. The caller notifies `Job.worker`."""
-        self._forget(job)
 
     def expire(self, now_s: float) -> list[Job]:
         """Drop and return the jobs whose deadline has passed, queued or assigned. The caller notifies `Job.worker`."""
         late = [job for job in self._jobs.values() if job.deadline_s < now_s]
         for job in late:
-            self._forget(job)
+            self.drop(job)
         return late
 
     def retry(self, job: Job, failed_on: str) -> bool:
-        """Requeue an assigned job on which the engine of worker `failed_on` failed.
-
-        Returns:
-            False if no other worker can try it, or the job has no attempts left.
-        """
+        """Requeue a job on which the engine of worker `failed_on` failed. False: it has no other worker or attempt."""
         names = {w.hello.name for w in self.workers.values() if w.hello.teacher == job.teacher and not w.leaving}
         if job.attempts >= self._max_attempts or not names - job.failed_workers - {failed_on}:
             return False
@@ -190,7 +182,7 @@ class RequestQueue:
     def _requeue(self, job: Job) -> bool:
         self._release(job)
         if job.attempts >= self._max_attempts:
-            self._forget(job)
+            self.drop(job)
             return False
         job.worker = None
         self.n_retried += 1
@@ -211,7 +203,8 @@ class RequestQueue:
         if job.worker in self.workers:
             self.workers[job.worker].release(job.job_id)
 
-    def _forget(self, job: Job) -> None:
+    def drop(self, job: Job) -> None:
+        """Forget a job. The caller notifies `Job.worker`."""
         del self._jobs[job.job_id], self._by_key[job.key]
         if job.worker is not None:
             self._release(job)
@@ -237,13 +230,10 @@ class RequestQueue:
         return False
 
     def remove_worker(self, worker: bytes, *, blame: bool = True) -> list[Job]:
-        """Remove a worker and requeue its jobs.
+        """Remove a worker and requeue its jobs. Return those that are given up, because they have no attempts left.
 
         Args:
             blame: count it as an attempt of its jobs. False if the worker has only reconnected.
-
-        Returns:
-            The jobs that are given up, because they have no attempts left.
         """
         removed = self.workers.pop(worker, None)
         given_up: list[Job] = []
@@ -276,14 +266,14 @@ class RequestQueue:
 
 
 _MOST = 4096  # prompts; the least recently used is forgotten
-_Key = tuple[str, int]  # teacher, digest of a prompt
 
 
 class PromptOwners:
     """The last worker of each prompt, for the prompts of the latest requests."""
 
     def __init__(self) -> None:
-        self._owners: dict[_Key, bytes] = {}  # the least recently used is the first
+        # Key: teacher, digest of a prompt. The least recently used is the first.
+        self._owners: dict[tuple[str, int], bytes] = {}
 
     def __len__(self) -> int:
         return len(self._owners)

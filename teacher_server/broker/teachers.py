@@ -31,11 +31,7 @@ class Teachers:
         self._first: dict[str, WorkerHello | None] = dict.fromkeys(expected)
 
     def resolve(self, name: str) -> str:
-        """Return the name of the requested teacher; an empty name selects the only one.
-
-        Raises:
-            LookupError: with the text for the client.
-        """
+        """Return the name of a teacher; an empty name selects the only one. Raises LookupError with a client's text."""
         if name in self._first:
             return name
         names = ", ".join(sorted(self._first)) or "none"
@@ -60,8 +56,7 @@ class Teachers:
             return ""
         for field in _MUST_AGREE:
             if getattr(first, field) != getattr(hello, field):
-                text = _mismatch(hello, field, getattr(hello, field), getattr(first, field))
-                return f"{text} ({first.model_path})"
+                return f"{_mismatch(hello, field, getattr(hello, field), getattr(first, field))} ({first.model_path})"
         return ""
 
     def info(self, request: InfoRequest, request_queue: RequestQueue) -> InfoReply | ErrorReply:

@@ -78,8 +78,7 @@ class WorkerRegistry:
             return
         if identity not in self._queue.workers:
             self._outbox.add_worker(identity, socket)
-            reason = self._refusal(hello, local=local)[:_MAX_CHARS]
-            if reason:
+            if reason := self._refusal(hello, local=local)[:_MAX_CHARS]:
                 log.error("worker %s of %s cannot join: %s", hello.name, hello.host, reason)
                 self._outbox.to_worker(identity, Dismiss(why=reason))
                 self._outbox.remove_worker(identity)
@@ -123,13 +122,9 @@ class WorkerRegistry:
             self._outbox.refuse_job(job, "worker_lost", text)
 
     def drain(self, name: str) -> int:
-        """Assign no new requests to a worker.
+        """Assign no new requests to a worker, and return the number of its unfinished ones.
 
-        Returns:
-            The number of its unfinished requests.
-
-        Raises:
-            LookupError: if no worker has, or had, this name.
+        Raises LookupError: no worker has, or had, this name.
         """
         workers = [worker for worker in self._queue.workers.values() if worker.hello.name == name]
         if not workers and name not in self._leaving.values():
@@ -192,7 +187,8 @@ class WorkerRegistry:
             self._queue.complete(identity, job.job_id)
             self._queue.record_completed(identity, job, checked.queue_s, checked.compute_s)
             signal = "generate" if isinstance(checked, GenerateReply) else checked.signal
-            self._board.completed(job.teacher, signal, _n_scored(job), checked.queue_s, checked.compute_s)
+            n_tokens = job.request.total_length if isinstance(job.request, ScoreRequest) else 0
+            self._board.completed(job.teacher, signal, n_tokens, checked.queue_s, checked.compute_s)
         self._outbox.to_client(job.client, frames)
 
     def _on_error(self, identity: bytes, job: Job, error: ErrorReply, frames: list[zmq.Frame]) -> None:
@@ -212,7 +208,3 @@ class WorkerRegistry:
 
 def _process(hello: WorkerHello) -> Process:
     return hello.name, hello.host, hello.pid, hello.nonce
-
-
-def _n_scored(job: Job) -> int:
-    return job.request.total_length if isinstance(job.request, ScoreRequest) else 0

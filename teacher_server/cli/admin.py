@@ -221,8 +221,7 @@ def status_table(endpoint: str, status: ServerStatus) -> str:
             for worker in status.workers
         ],
     )
-    for name, why in status.excluded.items():
-        lines.append(_printable(f"excluded {name}: {why}"))
+    lines += [_printable(f"excluded {name}: {why}") for name, why in status.excluded.items()]
     return "\n".join(lines)
 
 

@@ -54,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     add_flags(parser, HTTP_OPTIONS, "the HTTP server")
-    flags = given_flags(parser.parse_args(argv), HttpSettings)
-    settings = settings_from(HttpSettings, [flags], flag_of)
+    settings = settings_from(HttpSettings, [given_flags(parser.parse_args(argv), HttpSettings)], flag_of)
     address = ipv4("--host", settings.host)
     token = _token(settings.bearer_env)
     if not ipaddress.ip_address(address).is_loopback and not token:

@@ -13,7 +13,7 @@ import zmq
 
 from teacher_server.config.command import command_parser
 from teacher_server.config.settings import check_name
-from teacher_server.wire.keys import DOMAINS, Domain, KeysError, Role, read_key_file
+from teacher_server.wire.keys import DOMAINS, KeysError, Role, read_key_file
 
 _EXAMPLES = """example:
   a server, one trainer, and workers on two more hosts:
@@ -62,10 +62,8 @@ def make_keys(folder: Path, clients: Sequence[str], workers: Sequence[str]) -> l
         for sub in ("", *DOMAINS, "bundles"):
             (folder / sub).mkdir(mode=0o700, parents=True, exist_ok=True)
         lines = [_server_pair(folder)]
-        for name in dict.fromkeys(clients):
-            lines.append(_peer_pair(folder, "client", name))
-        for name in dict.fromkeys(workers):
-            lines.append(_peer_pair(folder, "worker", name))
+        lines += [_peer_pair(folder, "client", name) for name in dict.fromkeys(clients)]
+        lines += [_peer_pair(folder, "worker", name) for name in dict.fromkeys(workers)]
     except OSError as error:
         raise KeysError(f"{error.filename or folder}: {error.strerror}. Fix: choose a folder you may write.") from error
     return lines
@@ -93,8 +91,7 @@ def _write_server_public(folder: Path, public: bytes) -> None:
 
 
 def _peer_pair(folder: Path, role: Role, name: str) -> str:
-    domain: Domain = "clients" if role == "client" else "workers"
-    allowed = folder / domain / f"{name}.key"
+    allowed = folder / f"{role}s" / f"{name}.key"
     bundle = folder / "bundles" / name
     if allowed.exists():
         return f"{role} {name}: its key already exists ({allowed}); to replace it, delete that file first"

@@ -111,11 +111,7 @@ class _Signals:
 
 
 class Server:
-    """The running server: broker, metrics and worker processes. `stack` ends them.
-
-    Raises:
-        ServerError: if the server cannot start or cannot continue.
-    """
+    """The running server: broker, metrics and worker processes, which `stack` ends. Raises ServerError as its parts."""
 
     def __init__(self, settings: ServerSettings, signals: _Signals, stack: contextlib.ExitStack) -> None:
         self._settings = settings
@@ -141,9 +137,8 @@ class Server:
         stack.callback(self._broker.stop)
         self._metrics_port: int | None = None
         if settings.metrics_port is not None:
-            metrics = serve_metrics(settings.metrics_host, settings.metrics_port, self._broker.snapshot, registry)
-            stack.callback(metrics.stop)
-            self._metrics_port = metrics.port
+            where = settings.metrics_host, settings.metrics_port
+            self._metrics_port = serve_metrics(stack, *where, self._broker.snapshot, registry)
         self._ready_file.remove()  # this process owns the port now, so an existing file is out of date
         stack.callback(self._ready_file.remove)
         command = WorkerCommand(endpoint, settings.compute_timeout_s, settings.log_format)

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from teacher_server.config.command import command_parser
@@ -89,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
     log_to_stderr(name, settings.log_format)
     if args.parent_pid:
         die_with_parent(args.parent_pid)
-    endpoint = _endpoint(args.broker)
+    # Local workers of a server get an ipc:// endpoint.
+    is_local = args.broker.startswith("ipc://")
+    endpoint = args.broker if is_local else tcp_endpoint("--broker", args.broker.removeprefix("tcp://"))
     check_name(args.teacher, "--teacher")
     keys = load_peer_keys(settings.keys, "worker") if settings.keys else None
     folder = inspect_model_folder(args.model, needs_weights=not is_path(settings.engine))
@@ -99,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     hello = _hello(name, args.teacher, folder, tokenizer, engine, settings)
     link = WorkerLink(endpoint, hello, keys=keys, compute_timeout_s=settings.compute_timeout_s)
     leave_on = (signal.SIGTERM,) if args.parent_pid else (signal.SIGTERM, signal.SIGINT)
-    SignalWatch(leave_on, lambda count: _on_signal(count, link))
+    _watch_signals(leave_on, link)
     log.info("loaded %s on %s (%s, %s)", folder.name, engine.device, engine.name, engine.dtype)
     return _serve(engine, link, hello, settings.max_batch_tokens)
 
@@ -111,13 +113,6 @@ def _name(args: argparse.Namespace) -> str:
     if LOCAL_WORKER_NAME.fullmatch(name) and not args.parent_pid:
         raise SettingsError(f"--name {name}: reserved for workers that the server starts. Fix: choose another name.")
     return name
-
-
-def _endpoint(broker: str) -> str:
-    """Return the ZMQ endpoint of HOST:PORT. Local workers of a server get an ipc:// endpoint."""
-    if broker.startswith("ipc://"):
-        return broker
-    return tcp_endpoint("--broker", broker.removeprefix("tcp://"))
 
 
 def _limit_process(settings: GivenSettings) -> None:
@@ -140,21 +135,8 @@ def _load(folder: ModelFolder, settings: GivenSettings) -> Engine:
     max_tokens = settings.max_tokens or folder.max_tokens
     if max_tokens > folder.max_tokens:
         raise SettingsError(f"--max-tokens {max_tokens}: more than the model's {folder.max_tokens}.")
-    return load_engine(
-        EngineSettings(
-            model=folder.path,
-            engine=settings.engine,
-            device=settings.device,
-            dtype=settings.dtype,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            threads=settings.threads,
-            max_tokens=max_tokens,
-            max_batch_tokens=settings.max_batch_tokens,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            kv_cache_mib=settings.kv_cache_mib,
-            images=settings.images,
-        )
-    )
+    values = {option.name: getattr(settings, option.name) for option in TEACHER_OPTIONS if option.name != "gpus"}
+    return load_engine(EngineSettings(**values | {"model": folder.path, "max_tokens": max_tokens}))
 
 
 def _hello(
@@ -165,6 +147,7 @@ def _hello(
     engine: Engine,
     settings: GivenSettings,
 ) -> WorkerHello:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return WorkerHello(
         name=name,
         teacher=teacher,
@@ -183,13 +166,8 @@ def _hello(
         engine=engine.name,
         device=engine.device,
         dtype=engine.dtype,
-        gpus=own_gpus(
-            engine.device,
-            settings.gpus or (),
-            os.environ.get("CUDA_VISIBLE_DEVICES"),
-            settings.tensor_parallel_size,
-        ),
-        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        gpus=own_gpus(engine.device, settings.gpus or (), visible, settings.tensor_parallel_size),
+        cuda_visible_devices=visible,
         credit_tokens=CREDIT_BATCHES * settings.max_batch_tokens,
         n_streams=max(N_STREAMS, CREDIT_BATCHES * settings.max_batch_tokens // 256),
         prefix_block=prefix_block(engine),
@@ -209,46 +187,37 @@ def _serve(engine: Engine, link: WorkerLink, hello: WorkerHello, max_batch_token
     return 0
 
 
-def _on_signal(count: int, link: WorkerLink) -> None:
-    if count == 1:
-        log.info("signal: exiting after the requests in flight")
-        link.leave()
-    else:
-        log.warning("second signal: exiting at once")
-        os._exit(1)
-
-
-class SignalWatch:
-    """Call `on_signal(n)` at the n-th of these signals, from a separate thread.
+def _watch_signals(numbers: Sequence[signal.Signals], link: WorkerLink) -> None:
+    """Let the first of these signals end the link after its requests, and the second one the process, from a thread.
 
     Python runs a handler between two bytecodes of the main thread, which may be in a forward pass for
     minutes. The C handler writes the wakeup descriptor at once, so a thread that reads it reacts at once.
-    Create it in the main thread, once per process.
+    Call it in the main thread, once per process.
     """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)  # it stays open
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
 
-    def __init__(self, numbers: Sequence[signal.Signals], on_signal: Callable[[int], None]) -> None:
-        self._numbers = numbers
-        self._on_signal = on_signal
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in numbers:
-            signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._run, name="signals", daemon=True).start()
-
-    def _run(self) -> None:
-        count = 0
+    def run() -> None:
+        is_leaving = False
         while True:
-            for byte in self._reader.recv(16):
-                if byte in self._numbers:
-                    count += 1
-                    self._on_signal(count)
+            for byte in reader.recv(16):
+                if byte in numbers and is_leaving:
+                    log.warning("second signal: exiting at once")
+                    os._exit(1)
+                elif byte in numbers:
+                    log.info("signal: exiting after the requests in flight")
+                    link.leave()
+                    is_leaving = True
+
+    threading.Thread(target=run, name="signals", daemon=True).start()
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Let the kernel kill this process when the thread that started it ends (Linux)."""
-    pr_set_pdeathsig = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL) != 0:  # 1 is PR_SET_PDEATHSIG
         raise ServerError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:  # the parent died before the call
         raise ServerError(f"the server (pid {parent_pid}) has exited")

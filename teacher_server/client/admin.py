@@ -59,9 +59,6 @@ class AdminLink:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._connection.close()
 
     def status(self) -> ServerStatus:
@@ -80,13 +77,9 @@ class AdminLink:
             raise ServerError(f"{self.endpoint}: {error}.") from error
 
     def drain(self, worker: str) -> int:
-        """Drain one worker, or the server if `worker` is empty. Can be repeated.
+        """Drain one worker, or the server if `worker` is empty, and return the number of requests left.
 
-        Returns:
-            The number of requests left.
-
-        Raises:
-            NoReply, ServerError: as `status`.
+        Can be repeated. Raises as `status`.
         """
         reply, _ = self._request(DrainRequest(request_id=os.urandom(ID_BYTES), worker=worker))
         if not isinstance(reply, DrainReply):

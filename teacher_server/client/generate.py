@@ -56,9 +56,6 @@ class GenerateCall(Request):
     Args:
         teacher: its name; empty if the server has one teacher.
         resend_s: send again if no reply arrived for this long.
-
-    Raises:
-        TeacherError: a value exceeds the limits of the protocol.
     """
 
     def __init__(

@@ -63,7 +63,6 @@ from teacher_server.wire.table import MASS_SLACK, Rows, TopKTable, check_logprob
 
 _SHORT_RESEND_S = 1.0  # resend time of requests that need no worker
 _MAX_SENT = 3  # sends of a stream's request under one id while no stream has started
-RequestHeader = ScoreRequest | HeadRequest | GenerateRequest | InfoRequest | StatusRequest
 Scored = TopKTable | np.ndarray  # one sequence's scores; an array has the logprobs of its response tokens
 
 
@@ -88,7 +87,7 @@ class NamedSequence:
 class RequestMessage:
     """Content of a request."""
 
-    header: RequestHeader
+    header: ScoreRequest | HeadRequest | GenerateRequest | InfoRequest | StatusRequest
     frames: Sequence[Buffer] = ()
     digest: bytes = b""  # digest of the tokens, which replies repeat; zeros for the LM head
     resend_s: float = _SHORT_RESEND_S  # send again if no reply arrived for this long
@@ -155,7 +154,7 @@ class RequestSettings:
                 prompt_length=sum(n_prompt for n_prompt, _ in lengths),
                 total_length=len(tokens),
                 wire=self.wire,
-                deadline_s=self._deadline_s,
+                deadline_s=2 * self.resend_s,  # every resend renews it
                 checksum=checksum(as_frame(tokens)),
                 n_given=0 if given_ids is None else given_ids.shape[1],
                 given_checksums=[checksum(frame) for frame in frames],
@@ -186,13 +185,9 @@ class RequestSettings:
         """Request the LM head. Raises TeacherError as `score`."""
         with refusals_of("the LM head"):
             header = HeadRequest(
-                request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=self._deadline_s
+                request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=2 * self.resend_s
             )
         return RequestMessage(header, digest=bytes(ID_BYTES), resend_s=self.resend_s, what="the LM head")
-
-    @property
-    def _deadline_s(self) -> float:
-        return 2 * self.resend_s  # every resend renews it
 
 
 def _together(names: Sequence[str]) -> str:
@@ -268,11 +263,7 @@ class Request(ABC):
 
 
 class InfoCall(Request):
-    """Request the description of a teacher: an `InfoReply`.
-
-    Args:
-        teacher: its name; empty if the server has one teacher.
-    """
+    """Request the description of a teacher: an `InfoReply`. The name may be empty if the server has one teacher."""
 
     def __init__(self, teacher: str) -> None:
         header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher)

@@ -137,18 +137,12 @@ def _texts(cls: type) -> Mapping[str, str]:
     """Return the text below each field of a dataclass, also of one that it inherits, in one line."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        texts |= _texts_of(ast.parse(textwrap.dedent(inspect.getsource(base))))
-    return texts
-
-
-def _texts_of(tree: ast.Module) -> dict[str, str]:
-    (declaration,) = tree.body
-    assert isinstance(declaration, ast.ClassDef)
-    texts: dict[str, str] = {}
-    for item, below in itertools.pairwise(declaration.body):
-        match item, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                texts[name] = " ".join(text.split())
+        (declaration,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(declaration, ast.ClassDef)
+        for item, below in itertools.pairwise(declaration.body):
+            match item, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
     return texts
 
 

@@ -162,7 +162,7 @@ def _check_names(names: Sequence[str], kind: Any, key: str) -> None:
         whole = f"{prefix}{name}"
         if name in names[:i]:
             raise Unreadable(whole, "", "is written twice.", "remove one of them.")
-        if "." in str(name) and _is_section(kind):
+        if "." in str(name) and dataclasses.is_dataclass(kind):
             fix = f"write {whole.replace('.', ': {')}: VALUE{'}' * whole.count('.')}."
             raise Unreadable(whole, "", "a file nests its keys; dots are for arguments.", fix)
 
@@ -180,16 +180,10 @@ def _is_text(kind: Any) -> bool:
 def _item_type(kind: Any, name: str) -> Any:
     """Return the type of a field of a dataclass, or of an entry of a list or mapping; None for a name without one."""
     item: Any = _types(kind)[0]
-    return _hints(item).get(name) if _is_section(item) else (get_args(item) or (None,))[-1]
+    return _hints(item).get(name) if dataclasses.is_dataclass(item) else (get_args(item) or (None,))[-1]
 
 
-def _is_section(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind)
-
-
-@functools.cache
-def _hints(cls: Any) -> Mapping[str, Any]:
-    return get_type_hints(cls)
+_hints: Callable[[Any], Mapping[str, Any]] = functools.cache(get_type_hints)
 
 
 def merge(
@@ -287,7 +281,7 @@ def limit_problems(keys: Keys, value_of: Callable[[str], Any]) -> Iterator[Probl
             yield Problem(name, value, "is empty.", key.setting.required)
         elif key.setting.is_valid(value) or (value is None and key.default is None):
             for where, entry in entries(name, value).items():
-                if _is_section(entry):
+                if dataclasses.is_dataclass(entry):
                     for problem in limit_problems(keys_of(type(entry), Setting), functools.partial(getattr, entry)):
                         yield problem._replace(key=f"{where}.{problem.key}")
         elif key.setting.choices:
@@ -323,7 +317,7 @@ def _wrong_entries(key: Declared[Any], value: object) -> list[Problem]:
     """Return what is wrong in the entries of a key whose entries are dataclasses; empty for another key."""
     entry_type = _item_type(_hints(key.owner)[key.name.rpartition(".")[2]], "")
     problems: list[Problem] = []
-    for where, entry in entries(key.name, value).items() if _is_section(entry_type) else ():
+    for where, entry in entries(key.name, value).items() if dataclasses.is_dataclass(entry_type) else ():
         for name, item in entry.items() if isinstance(entry, dict) else ():
             if name not in _hints(entry_type):
                 fix = nearest(name, _hints(entry_type))

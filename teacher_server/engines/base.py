@@ -241,10 +241,8 @@ def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams
     needs_response = params.signal == "sampled" or params.with_sampled
     if needs_response and int(sequence.own_ids.max()) >= n_ids:
         return f"a response token is not below n_vocab = {n_ids}, so its logprob is undefined"
-    if sequence.given is not None:
-        problem = given_problem(sequence.given, sequence.n_rows, n_vocab)
-        if problem:
-            return problem
+    if sequence.given is not None and (problem := given_problem(sequence.given, sequence.n_rows, n_vocab)):
+        return problem
     if params.signal == "hidden" and not engine.has_plain_head:
         return "signal hidden is not supported: the LM head of this model is more than a matrix. Fix: use topk"
     return None

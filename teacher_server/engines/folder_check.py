@@ -151,11 +151,7 @@ IMPRECISE_ON_CPU = ("apertus", "nemotron_h", "zamba2")
 
 
 def check_vllm_support(folder: Path, *, on_cpu: bool, dtype: str, images: bool = False) -> None:
-    """Raise FolderError if vLLM lacks a kernel for the CPU or a package, or has other sliding windows.
-
-    Args:
-        images: the model shall read images.
-    """
+    """Raise FolderError if vLLM lacks a kernel for the CPU or a package, or has other sliding windows."""
     config = read_json(folder / "config.json")
     text = {**config, **inner} if isinstance(inner := config.get("text_config"), dict) else config
     head_size = _head_size(text)

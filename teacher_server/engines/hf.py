@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from teacher_server.vision.processor import ImageProcessor
 from teacher_server.vision.rows import forward_arguments, image_rows
 from teacher_server.wire.protocol import Wire
 
+if TYPE_CHECKING:
+    from teacher_server.engines.load import EngineSettings
+
 log = logging.getLogger(__name__)
 
 # Padded tokens of one forward pass on a CPU. Larger passes are not faster there, and all sequences of a pass are padded
@@ -50,27 +53,19 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class HfEngine:
     """Transformers implementation of `Engine`. Raises ServerError if the model cannot be loaded or served.
 
+    It shares prompts on a CPU, if the model allows it; a GPU is faster without.
+
     Args:
-        path: model folder.
         dtype: "float32" | "bfloat16".
         device: "cpu" | "cuda" | "cuda:N".
-        max_tokens: longest P + R.
-        share_prompts: compute a common prompt once on a CPU, if the model allows it; a GPU is faster without it.
     """
 
     name = "hf"
     sums_units = True
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        dtype: str,
-        device: str,
-        max_tokens: int,
-        share_prompts: bool = True,
-        images: bool = False,
-    ) -> None:
+    def __init__(self, settings: EngineSettings, *, dtype: str, device: str) -> None:
+        path = settings.model
+        images = settings.images
         transformers_logging.disable_progress_bar()  # stderr has log lines alone, which may be JSON
         try:
             self.image_processor = ImageProcessor(path) if images else None
@@ -104,7 +99,7 @@ class HfEngine:
         self._logits: Callable[[torch.Tensor], torch.Tensor] = self._head
         self.device = device
         self.dtype = dtype
-        self.max_tokens = max_tokens
+        self.max_tokens = settings.max_tokens
         self.vocab_size, self.hidden_size = map(int, self._head.weight.shape)
         self.has_plain_head = type(self._head) is torch.nn.Linear and self._head.bias is None
         factor, cap = change_of_logits(model)
@@ -112,7 +107,7 @@ class HfEngine:
             self.has_plain_head = False
             self._logits = lambda hidden: _changed(self._head(hidden), factor, cap)
         self._check_head_alone(path)
-        self.prefix_block = self._find_prefix_block() if share_prompts and self._device.type == "cpu" else 0
+        self.prefix_block = self._find_prefix_block() if settings.share_prompts and self._device.type == "cpu" else 0
         self._longrope_limit = _longrope_limit(self._backbone)
 
     def _find_prefix_block(self) -> int:
@@ -195,8 +190,7 @@ class HfEngine:
             return {}
         spans = [(row, slice(None)) for row in range(len(batch))]
         images = [sequence.images for sequence in batch]
-        ids = torch.from_numpy(tokens)
-        rows = image_rows(self._model, self.image_processor, ids, spans, images, self._device)
+        rows = image_rows(self._model, self.image_processor, torch.from_numpy(tokens), spans, images, self._device)
         return {} if rows is None else forward_arguments(self._model, rows)
 
     def lm_head(self, wire: Wire) -> RowStream:
@@ -417,10 +411,9 @@ def groups_of(batch: Sequence[TokenSequence], block: int) -> tuple[list[list[int
     """Return the indices of sequences with a common prompt of more than `block` tokens, and those of all others."""
     by_prompt: dict[bytes, list[int]] = {}
     for index, sequence in enumerate(batch):
-        if sequence.images:  # the ids of two images of one size are the same
-            by_prompt[b"%d" % index] = [index]
-            continue
-        by_prompt.setdefault(sequence.token_ids[: sequence.prompt_length].tobytes(), []).append(index)
+        # The ids of two images of one size are the same.
+        key = b"%d" % index if sequence.images else sequence.token_ids[: sequence.prompt_length].tobytes()
+        by_prompt.setdefault(key, []).append(index)
     groups = [g for g in by_prompt.values() if block and len(g) > 1 and batch[g[0]].prompt_length > block]
     grouped = {index for group in groups for index in group}
     return groups, [index for index in range(len(batch)) if index not in grouped]
@@ -432,12 +425,10 @@ def rows_of_group(backbone: Any, config: Any, batch: Sequence[TokenSequence], de
     On a CPU the prompt is computed once. Its KV cache is repeated for the sequences of a pass, which then computes
     their responses only.
 
-    Letters: P prompt tokens, R response tokens.
-
     Args:
         backbone: without the LM head.
         config: of the model, for its cache.
-        batch: sequences with the same prompt.
+        batch: sequences with the same prompt, of P tokens, and responses of R tokens.
     """
     n_prompt = batch[0].prompt_length
     cache = DynamicCache(config=config)
@@ -476,21 +467,18 @@ def _responses(backbone: Any, cache: DynamicCache, tokens: torch.Tensor) -> torc
     return torch.cat(states, dim=1)
 
 
-def use_onednn(model: torch.nn.Module) -> int:
-    """Replace the forward of every plain float32 linear layer, and return their number; 0 if torch lacks oneDNN.
+def use_onednn(model: torch.nn.Module) -> None:
+    """Replace the forward of every plain float32 linear layer, unless torch lacks oneDNN.
 
     torch uses oneDNN on a CPU for bfloat16 only. For float32 it uses MKL, which is half as fast on AMD processors
     with AVX-512: 1.9 ms for a row of the LM head (V = 152k, H = 512) against 0.95 ms. torch has no switch for it,
     so this module calls the operator that torch's compiler substitutes for a linear layer.
     """
     if not torch.backends.mkldnn.is_available():
-        return 0
-    layers = [
-        module for module in model.modules() if type(module) is torch.nn.Linear and module.weight.dtype == torch.float32
-    ]
-    for layer in layers:
-        layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
-    return len(layers)
+        return
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear and layer.weight.dtype == torch.float32:
+            layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
 
 
 def _linear(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -49,11 +49,7 @@ def default_engine(device: str) -> str:
 
 
 def load_engine(settings: EngineSettings) -> Engine:
-    """Load the model, which takes seconds to minutes.
-
-    Raises:
-        ServerError: if the engine, device or package does not exist, or the model cannot be loaded.
-    """
+    """Load the model. Raises ServerError: no such engine, device or package, or the model cannot be loaded."""
     if is_path(settings.engine):
         return _load_own(settings)
     device = resolve_device(settings.device)
@@ -89,14 +85,7 @@ def load_engine(settings: EngineSettings) -> Engine:
     torch.set_num_threads(settings.threads)
     if device != "cpu":  # torch would otherwise cache whatever is free, also of what a trainer on the same GPU needs
         torch.cuda.set_per_process_memory_fraction(settings.gpu_memory_utilization, device)
-    return HfEngine(
-        settings.model,
-        dtype=dtype,
-        device=device,
-        max_tokens=settings.max_tokens,
-        share_prompts=settings.share_prompts,
-        images=settings.images,
-    )
+    return HfEngine(settings, dtype=dtype, device=device)
 
 
 def _load_own(settings: EngineSettings) -> Engine:

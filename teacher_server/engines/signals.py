@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from teacher_server.engines.base import ScoreParams, Scores, TokenSequence
+from teacher_server.wire.payload import WIRE_DTYPES
 from teacher_server.wire.protocol import RowDtype, Wire
 from teacher_server.wire.table import NO_ID, TopKTable
 
@@ -49,8 +50,7 @@ def score_hidden(
     if params.signal == "topk":
         return [*topk_rows(hidden, batch, logits_of, params, vocab_size).split(lengths)]
     if params.signal == "sampled":
-        flat = sampled_rows(hidden, batch, logits_of, params, vocab_size)
-        return [*np.split(flat, np.cumsum(lengths)[:-1])]
+        return [*np.split(sampled_rows(hidden, batch, logits_of, params, vocab_size), np.cumsum(lengths)[:-1])]
     # Copy the rows of each stream: a view would keep the rows of the whole batch in memory.
     pieces = [part.clone() if len(lengths) > 1 else part for part in hidden.split(lengths)]
     if params.signal == "hidden":
@@ -240,11 +240,7 @@ def topk_two_stage(rows: torch.Tensor, k: int, block: int) -> tuple[torch.Tensor
 # Row streams: compute or convert a large matrix a few rows at a time. Letters: R rows, C columns.
 
 _MAX_FP16 = 65504.0
-_ROW_DTYPES: dict[torch.dtype, RowDtype] = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-}
+_ROW_DTYPES: dict[torch.dtype, RowDtype] = {getattr(torch, name): name for name in WIRE_DTYPES}
 
 
 def row_dtype(dtype: torch.dtype, wire: Wire) -> RowDtype:
@@ -298,18 +294,10 @@ class LogitsStream:
 
     Args:
         hidden: [R, H], kept until `close`.
-        logits_of: `signals.LogitsOf`.
         n_vocab: number of columns that are kept.
     """
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
-        temperature: float,
-        n_vocab: int,
-        wire: Wire,
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, logits_of: LogitsOf, temperature: float, n_vocab: int, wire: Wire) -> None:
         self.n_rows = len(hidden)
         self.n_cols = n_vocab
         self.dtype: RowDtype = "float16" if wire == "fp16" else "float32"

@@ -129,8 +129,7 @@ class TeacherExtension:
         probe = torch.arange(4.0 * hidden_size, device=self.device).sin_().view(4, hidden_size).to(config.dtype)
         logits, self._teacher_head, plain = _probe_head(model, probe)
         self._teacher_vocab_size = logits.shape[1]
-        dtype = str(config.dtype).removeprefix("torch.")
-        return ModelFacts(logits.shape[1], hidden_size, dtype, plain, suppressed)
+        return ModelFacts(logits.shape[1], hidden_size, str(config.dtype).removeprefix("torch."), plain, suppressed)
 
     def teacher_begin(self, n_rows: int) -> None:
         """Allocate the hidden states of a batch."""

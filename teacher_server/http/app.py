@@ -53,13 +53,11 @@ class App:
 
     def routes(self) -> Starlette:
         """Return the ASGI application."""
-        score = self._score
-        get = ["GET"]
         return Starlette(
             routes=[
-                *(Route(path, score, methods=["POST"]) for path in _DIALECTS),
-                Route("/v1/models", self._models, methods=get),
-                *(Route(path, self._health, methods=get) for path in _ALIVE),
+                *(Route(path, self._score, methods=["POST"]) for path in _DIALECTS),
+                Route("/v1/models", self._models),
+                *(Route(path, self._health) for path in _ALIVE),
             ],
             exception_handlers={HTTPException: _no_such_path, Exception: _no_such_path},
         )
@@ -182,12 +180,7 @@ class _Server(uvicorn.Server):
 
 
 def run(listener: socket.socket, link: BrokerLink, token: str, on_ready: Callable[[], None]) -> None:
-    """Serve HTTP until SIGTERM or SIGINT, and return at most about `_CLOSE_S` later.
-
-    Args:
-        listener: bound TCP socket.
-        token: see `App`.
-    """
+    """Serve HTTP on a bound TCP socket until SIGTERM or SIGINT, and return at most about `_CLOSE_S` later."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when it has stopped
     asyncio.run(_serve(listener, link, token, on_ready))

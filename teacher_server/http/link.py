@@ -37,11 +37,7 @@ class RelayCall(ScoreCall):
 class BrokerLink:
     """Client of a broker, as an async context manager. Use it from one event loop.
 
-    If the broker is silent for `_SILENT_S`, all requests are refused with status 503.
-
-    Args:
-        endpoint: tcp://HOST:PORT
-        keys: encrypt and authenticate the server; None disables encryption.
+    If the broker is silent for `_SILENT_S`, all requests are refused with status 503. Arguments as of `Connection`.
     """
 
     def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:

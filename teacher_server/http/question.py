@@ -102,14 +102,11 @@ def sequences_of(field: str, value: str | Sequence[str | int | list[int]]) -> li
 
 
 def check_generation(field: str, n_tokens: int | None, refused: Mapping[str, object]) -> None:
-    """Refuse requests for new tokens or for what else this server does not compute.
+    """Raise Refusal for a request for more than one new token, or for what else this server does not compute.
 
     Args:
         n_tokens: the request's limit of new tokens; None is a default above 1.
         refused: fields that have to be absent or false; `n` may be 1.
-
-    Raises:
-        Refusal: a request for more than one new token, or for one of the others.
     """
     if n_tokens is None or not 0 <= n_tokens <= 1:
         shown = "missing" if n_tokens is None else n_tokens
@@ -121,21 +118,20 @@ def check_generation(field: str, n_tokens: int | None, refused: Mapping[str, obj
 
 HOLE = secrets.token_hex(16)  # stands in a small JSON for a large part; no client can guess it
 _ROWS = 64  # rows of a piece
-_encoder = msgspec.json.Encoder()
 
 
 def rows_json(rows: Iterable[object], first: object = None) -> Iterator[bytes]:
     """Yield the JSON list of the first token's entry, which has no logprob, and the rows."""
-    yield b"[" + _encoder.encode(first)
+    yield b"[" + msgspec.json.encode(first)
     rows = iter(rows)
     while block := list(itertools.islice(rows, _ROWS)):
-        yield b"," + _encoder.encode(block)[1:-1]
+        yield b"," + msgspec.json.encode(block)[1:-1]
     yield b"]"
 
 
 def fill(shell: object, streams: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
     """Yield the JSON of `shell` with each `HOLE`, in order, replaced by its part."""
-    texts = _encoder.encode(shell).split(_encoder.encode(HOLE))
+    texts = msgspec.json.encode(shell).split(msgspec.json.encode(HOLE))
     for text, part in zip(texts, [*streams, ()], strict=True):
         yield text
         yield from part

@@ -9,7 +9,7 @@ SGLang's input logprobs are those at temperature 1, whatever the request's tempe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -55,11 +55,8 @@ class _Generate(_Refused):
     top_logprobs_num: int = 0
 
 
-_decoder = msgspec.json.Decoder(_Generate)
-
-
 def _read(body: bytes) -> Question:
-    asked = _decoder.decode(body)
+    asked = msgspec.json.decode(body, type=_Generate)
     sequences = sequences_of("input_ids", asked.text if asked.input_ids is None else asked.input_ids)
     refused = {"n": asked.sampling_params.n, **{name: getattr(asked, name) for name in _Refused.__struct_fields__}}
     check_generation("max_new_tokens", asked.sampling_params.max_new_tokens, refused)
@@ -98,8 +95,4 @@ def _tables(wanted: Wanted, scores: TopKTable) -> dict[str, Iterable[bytes]]:
     return tables
 
 
-def _error(status: int, text: str) -> Mapping[str, object]:
-    return {"error": {"message": text}}
-
-
-GENERATE = Dialect(_read, _error)
+GENERATE = Dialect(_read, lambda _, text: {"error": {"message": text}})

@@ -70,8 +70,7 @@ class Teachers:
         settings = RequestSettings(teacher.name, wanted.depth, wanted.temperature, 0, wire, RESEND_S)
         sequence = NamedSequence("a sequence", wanted.ids[: wanted.start], wanted.ids[wanted.start :])
         try:
-            message = settings.score([sequence], "topk", k=settings.k, with_sampled=True)
-            request = RelayCall(message, MAX_ID + 1)
+            request = RelayCall(settings.score([sequence], "topk", k=settings.k, with_sampled=True), MAX_ID + 1)
         except TeacherError as error:
             raise Refusal(400, f"{error}. Fix: change the request.") from error
         async with self._window:

@@ -73,12 +73,8 @@ class _Generate(msgspec.Struct):
     content_parts: object = None
 
 
-_completions = msgspec.json.Decoder(_Completions)
-_generate = msgspec.json.Decoder(_Generate)
-
-
 def _read_completions(body: bytes) -> Question:
-    asked = _completions.decode(body)
+    asked = msgspec.json.decode(body, type=_Completions)
     wanted = [_wanted(ids, asked) for ids in sequences_of("prompt", asked.prompt)]
 
     def write(scores: Sequence[TopKTable], name: str) -> Iterator[bytes]:
@@ -98,7 +94,7 @@ def _read_completions(body: bytes) -> Question:
 
 
 def _read_generate(body: bytes) -> Question:
-    asked = _generate.decode(body)
+    asked = msgspec.json.decode(body, type=_Generate)
     for name in ("stream", "features", "content_parts"):
         setattr(asked.sampling_params, name, getattr(asked, name))
     (wanted,) = (_wanted(ids, asked.sampling_params) for ids in sequences_of("token_ids", [asked.token_ids]))

@@ -49,9 +49,6 @@ class Pixels:
 class ImageProcessor:
     """The image processor of a model's folder. Pixels are computed in a thread of its own.
 
-    Args:
-        path: model folder.
-
     Raises:
         ImageError: the model reads no images, or not in a known way, or its processor cannot be loaded.
     """

@@ -41,14 +41,11 @@ def image_rows(
     images: Sequence[Sequence[EncodedImage]],
     device: torch.device,
 ) -> ImageRows | None:
-    """Return the images of some sequences; None if they have none.
+    """Return the images of some sequences; None if they have none. Raises ImageError: one cannot be used.
 
     Args:
         tokens: [B, S] int64, on the host.
         images: of each sequence, whose tokens match them (`ImageProcessor.check`).
-
-    Raises:
-        ImageError: an image cannot be used.
     """
     places: dict[EncodedImage, int] = {}
     order = tuple(places.setdefault(image, len(places)) for sequence_images in images for image in sequence_images)
@@ -97,5 +94,4 @@ def forward_arguments(model: Any, rows: ImageRows) -> dict[str, Any]:
     out.pooler_output = tuple(out.pooler_output[i] for i in rows.order)
     if getattr(out, "deepstack_features", None) is not None:
         out.deepstack_features = [tuple(features[i] for i in rows.order) for features in out.deepstack_features]
-    grids = {"position_ids": rows.position_ids, "image_grid_thw": rows.grids}
-    return grids | {"mm_encoder_outputs": {"image": out}}
+    return {"position_ids": rows.position_ids, "image_grid_thw": rows.grids, "mm_encoder_outputs": {"image": out}}

@@ -39,11 +39,6 @@ def check_end(answer: np.ndarray, max_tokens: int, stop_ids: Sequence[int]) -> N
         raise ProtocolError(f"an answer has {len(answer)} tokens, expected {n_expected}: up to its first stop id")
 
 
-def split_prompts(request: GenerateRequest, ids: np.ndarray) -> list[np.ndarray]:
-    """Return the ids of each prompt, as views."""
-    return [ids[part] for part in row_slices(request.lengths)]
-
-
 def _ids(name: str, frames: Sequence[Buffer], n: int, expected: int, n_vocab: int) -> np.ndarray:
     if len(frames) != 1 or memoryview(frames[0]).nbytes != 4 * n:
         raise ProtocolError(f"expected one frame with the {n} token ids of the {name}")

@@ -39,9 +39,6 @@ def template_fingerprint(chat_template: Any) -> str:
 def template_example(tokenizer: Any, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the prompt that a tokenizer's chat template writes for a fixed message; without a template the message.
 
-    Args:
-        variables: variables of the template.
-
     Raises any error: a template is a program.
     """
     if tokenizer.chat_template is None:

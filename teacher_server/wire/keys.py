@@ -75,11 +75,7 @@ def load_server_keys(folder: str | Path) -> ServerKeys:
 
 
 def load_peer_keys(folder: str | Path, role: Role) -> PeerKeys:
-    """Load the bundle that `keygen` made for one host.
-
-    Raises:
-        KeysError: if it is incomplete or damaged, or if other users can read its secret key.
-    """
+    """Load a bundle of `keygen`. Raises KeysError: incomplete or damaged, or other users can read its secret key."""
     folder = Path(folder)
     if os.path.exists(folder / "server.key_secret"):  # False, and no error, in a folder without access
         raise KeysError(
@@ -87,7 +83,8 @@ def load_peer_keys(folder: str | Path, role: Role) -> PeerKeys:
             f"(created by: gkd teacher keygen {folder} --{role} NAME)."
         )
     public, secret = _read_secret(folder / f"{role}.key_secret")
-    return PeerKeys(server_public=_read_public(folder / "server.key"), public=public, secret=secret)
+    server_public, _ = read_key_file(folder / "server.key")
+    return PeerKeys(server_public=server_public, public=public, secret=secret)
 
 
 def read_allow_list(folder: Path, domain: Domain) -> tuple[dict[bytes, str], list[str]]:
@@ -102,7 +99,7 @@ def read_allow_list(folder: Path, domain: Domain) -> tuple[dict[bytes, str], lis
         return {}, [f"{folder / domain}: {error}. Fix: give the server's user read access to this folder."]
     for file in files:
         try:
-            allowed[_read_public(file)] = file.stem
+            allowed[read_key_file(file)[0]] = file.stem
         except KeysError as error:
             problems.append(str(error))
     return allowed, problems
@@ -150,16 +147,14 @@ class Authenticator:
         self._zap.stop()
 
     def maybe_reload(self) -> bool:
-        """Reload the allow-lists if a file has changed, and return whether. Costs two directory listings."""
+        """Reload the allow-lists if a file has changed, and return whether. Costs two directory listings.
+
+        A file or folder that cannot be read allows no key and is logged as an error.
+        """
         signature = self._scan()
         if signature == self._signature:
             return False
         self._signature = signature
-        self.reload()
-        return True
-
-    def reload(self) -> None:
-        """Load the allow-lists. A file or folder that cannot be read allows no key and is logged as an error."""
         for domain, allow_list in self._lists.items():
             allowed, problems = read_allow_list(self._folder, domain)
             for problem in problems:
@@ -169,6 +164,7 @@ class Authenticator:
             for key in allowed.keys() - allow_list.keys.keys():
                 log.info("%s %s may connect", domain[:-1], allowed[key])
             allow_list.keys = allowed
+        return True
 
     def _scan(self) -> object:
         seen = []
@@ -178,7 +174,7 @@ class Authenticator:
                     for entry in entries:
                         stat = entry.stat()  # ctime also changes on a chmod
                         seen.append((domain, entry.name, stat.st_ctime_ns, stat.st_size, stat.st_ino))
-            except OSError as error:  # part of the signature, so that a new error triggers reload(), which logs it
+            except OSError as error:  # part of the signature, so that a new error is logged
                 seen.append((domain, str(error), 0, 0, 0))
         return sorted(seen)
 
@@ -197,10 +193,6 @@ class _AllowList:
         return allowed
 
 
-def _read_public(file: Path) -> bytes:
-    return read_key_file(file)[0]
-
-
 def _read_secret(file: Path) -> tuple[bytes, bytes]:
     """Return (public, secret). Raises KeysError."""
     public, secret = read_key_file(file)
@@ -214,25 +206,19 @@ def _read_secret(file: Path) -> tuple[bytes, bytes]:
 def read_key_file(file: Path) -> tuple[bytes, bytes | None]:
     """Return (public, secret or None), both valid Z85 of 40 characters. Raises KeysError."""
     try:
+        is_missing = not file.exists()  # pyzmq raises the same OSError for every cause
+    except OSError as denied:
+        raise KeysError(f"{file}: {denied}. Fix: give this user read access.") from denied
+    if is_missing:
+        raise KeysError(
+            f"{file}: no such file. Fix: create it with `gkd teacher keygen` on the server's host; "
+            "a client or worker needs the folder bundles/NAME that keygen prints."
+        )
+    try:
         public, secret = zmq.auth.load_certificate(file)
         for key in filter(None, (public, secret)):
             if len(key) != KEY_CHARS or len(z85.decode(key)) != 32:
                 raise ValueError("a key is not 40 characters of Z85")
-    except FileNotFoundError as error:
-        raise _missing(file) from error
-    except (OSError, ValueError, KeyError, UnicodeDecodeError) as error:
-        try:
-            is_missing = not file.exists()  # pyzmq raises the same OSError for every cause
-        except OSError as denied:
-            raise KeysError(f"{file}: {denied}. Fix: give this user read access.") from denied
-        if is_missing:
-            raise _missing(file) from error
+    except (OSError, ValueError, KeyError) as error:
         raise KeysError(f"{file}: not a key file ({error}). Fix: copy it again from the key folder.") from error
     return public, secret
-
-
-def _missing(file: Path) -> KeysError:
-    return KeysError(
-        f"{file}: no such file. Fix: create it with `gkd teacher keygen` on the server's host; "
-        "a client or worker needs the folder bundles/NAME that keygen prints."
-    )

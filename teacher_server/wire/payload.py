@@ -86,11 +86,7 @@ def unmarked(token_ids: np.ndarray) -> np.ndarray:
 
 
 def unpack_tokens(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray:
-    """Return [P + R] int32 with the marks of `mark_own`, a read-only view of the frame.
-
-    Raises:
-        ProtocolError: the frame does not match the header.
-    """
+    """Return [P + R] int32 with the marks of `mark_own`, a view of the frame. Raises ProtocolError: it is damaged."""
     if len(frames) != 1 or memoryview(frames[0]).nbytes != 4 * request.total_length:
         raise ProtocolError(f"expected one frame of {request.total_length} token ids")
     if checksum(frames[0]) != request.checksum:
@@ -174,11 +170,7 @@ def split_frames(planes: Sequence[Plane], data: memoryview) -> list[memoryview]:
 
 
 def check_frames(planes: Sequence[Plane], frames: Sequence[Buffer], checksums: Sequence[int]) -> None:
-    """Check sizes and checksums, and that all floats are finite. Allocates almost no memory.
-
-    Raises:
-        ProtocolError: if a check fails.
-    """
+    """Check sizes and checksums, and that all floats are finite. Allocates little memory. Raises ProtocolError."""
     plan = list(_frame_plan(planes))
     if not len(frames) == len(checksums) == len(plan):
         raise ProtocolError(f"{len(frames)} frames, {len(checksums)} checksums, expected {len(plan)}")
@@ -201,12 +193,9 @@ def check_reply(reply: ScoreReply | RowsReply, frames: Sequence[Buffer]) -> None
 
 
 def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> None:
-    """Check that no probability exceeds 1 and every id is below `n_vocab`. Call `check_frames` first.
+    """Raise ProtocolError if a probability exceeds 1, or an id is not below `n_vocab`. Call `check_frames` first.
 
     Floats are compared as signed integers of the same bits, which have the same order here: ten times as fast.
-
-    Raises:
-        ProtocolError: if a check fails.
     """
     arrays = join_planes(score_planes(reply), frames)
     as_int = {name: a.view(f"<i{a.itemsize}") for name, a in arrays.items() if name in ("logprobs", "tail", "sampled")}
@@ -343,7 +332,7 @@ def given_planes(request: ScoreRequest) -> list[Plane]:
     """Return the planes in the frames after the token ids; none without given ids or a map of units."""
     images = [Plane(f"image {i}", "u1", size) for i, size in enumerate(request.image_sizes)]
     if request.n_mapped:
-        return [*_unit_planes(request.n_mapped), *images]
+        return [Plane("units", "<i4", request.n_mapped), *images]
     n_items = request.n_rows * request.n_given
     planes_of_ids = [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)] if n_items else []
     return [*planes_of_ids, *images]
@@ -386,13 +375,9 @@ def unpack_given(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray 
     return ids.reshape(request.n_rows, request.n_given)
 
 
-def _unit_planes(n_tokens: int) -> list[Plane]:
-    return [Plane("units", "<i4", n_tokens)]
-
-
 def pack_units(units: np.ndarray) -> list[memoryview]:
     """Return the frames of a map of units, [V] int32."""
-    return cut_planes(_unit_planes(len(units)), {"units": units})
+    return cut_planes([Plane("units", "<i4", len(units))], {"units": units})
 
 
 def unpack_units(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray | None:
@@ -451,11 +436,7 @@ def as_message(reply: ScoreReply, frames: Sequence[Buffer]) -> bytes:
 
 
 def read_messages(body: Buffer) -> list[tuple[ScoreReply, list[Buffer]]]:
-    """Return the replies of `as_message` in the body of an answer, for `unpack_topk`.
-
-    Raises:
-        ProtocolError, ValueError: the body is damaged.
-    """
+    """Return the replies of `as_message` in a body, for `unpack_topk`. Raises ProtocolError, ValueError: damage."""
     messages: list[tuple[ScoreReply, list[Buffer]]] = []
     at = 0
     body = memoryview(body)

@@ -80,10 +80,8 @@ class Codec(Generic[M]):
         if not BODY_AT < frame.nbytes <= MAX_HEADER_BYTES:
             raise ProtocolError(f"header of {frame.nbytes} bytes, expected {BODY_AT + 1} to {MAX_HEADER_BYTES}")
         if frame[:3] != _MAGIC:
-            begin = bytes(frame[:3])
-            raise ProtocolError(
-                f"not a teacher protocol message: it begins with {begin!r}. Is another service on this port?"
-            )
+            problem = f"not a teacher protocol message: it begins with {bytes(frame[:3])!r}"
+            raise ProtocolError(f"{problem}. Is another service on this port?")
         if frame[3] != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"protocol version {frame[3]} of the peer, this side has {PROTOCOL_VERSION}: upgrade one"
@@ -219,15 +217,10 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
             self._check_lengths()
         if self.n_own and not len(self.sequences) <= self.n_own < self.n_response:
             raise ValueError(f"n_own = {self.n_own} of {self.n_response} response tokens: must be fewer, or 0 for all")
+        n_images = len(self.image_sizes)
         used = {index for images in self.image_indices for index in images}
-        if (
-            self.image_sizes
-            and len(self.image_indices) != len(self.sequences)
-            or used != {*range(len(self.image_sizes))}
-        ):
-            raise ValueError(
-                f"{len(self.image_sizes)} images, and lists of {len(self.image_indices)} sequences use {used}"
-            )
+        if (n_images and len(self.image_indices) != len(self.sequences)) or used != {*range(n_images)}:
+            raise ValueError(f"{n_images} images, and lists of {len(self.image_indices)} sequences use {used}")
         if sum(self.image_sizes) > MAX_IMAGES_BYTES:
             raise ValueError(f"{sum(self.image_sizes)} bytes of images: more than {MAX_IMAGES_BYTES}")
         if self.n_rows * self.k > MAX_ENTRIES:
@@ -255,11 +248,6 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     def sequences(self) -> list[tuple[int, int]]:
         """Return (P, P + R) of each sequence."""
         return self.lengths or [(self.prompt_length, self.total_length)]
-
-    @property
-    def longest(self) -> int:
-        """Return the largest P + R."""
-        return max(total for _, total in self.sequences)
 
 
 class HeadRequest(Header, tag="head_request", kw_only=True):
@@ -471,9 +459,7 @@ class Pong(Header, tag="pong"):
 
 
 Work = ScoreRequest | HeadRequest | GenerateRequest
-ClientMessage = (
-    ScoreRequest | HeadRequest | GenerateRequest | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
-)  # fmt: skip
+ClientMessage = Work | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
 ServerMessage = ScoreReply | RowsReply | GenerateReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
 requests: Codec[ClientMessage] = Codec(ClientMessage)
 replies: Codec[ServerMessage] = Codec(ServerMessage)

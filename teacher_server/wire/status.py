@@ -65,9 +65,6 @@ class ServerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     workers: list[WorkerStatus]
 
 
-_decoder = msgspec.msgpack.Decoder(ServerStatus)
-
-
 def encode_status(request_id: bytes, status: ServerStatus) -> list[bytes]:
     """Return [header, frame] of a StatusReply."""
     frame = msgspec.msgpack.encode(status)
@@ -79,6 +76,6 @@ def decode_status(reply: StatusReply, frames: list[Buffer]) -> ServerStatus:
     if [checksum(frame) for frame in frames] != reply.checksums or len(frames) != 1:
         raise ProtocolError("the status frame is missing or damaged")
     try:
-        return _decoder.decode(frames[0])
+        return msgspec.msgpack.decode(frames[0], type=ServerStatus)
     except REFUSALS as error:
         raise ProtocolError(f"status refused: {error}") from error

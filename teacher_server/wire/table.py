@@ -55,11 +55,7 @@ class TopKTable:
         return TopKTable(self.ids[rows], self.logprobs[rows], self.tail[rows], counts, sampled)
 
     def split(self, n_rows: Sequence[int]) -> list[TopKTable]:
-        """Return the rows of each sequence, as views.
-
-        Args:
-            n_rows: rows of each sequence; their sum is M.
-        """
+        """Return the rows of each sequence, as views. The sum of `n_rows` is M."""
         return [self.rows(part) for part in row_slices(n_rows)]
 
     @staticmethod
@@ -80,8 +76,7 @@ class TopKTable:
 
 def row_slices(n_rows: Sequence[int]) -> list[slice]:
     """Return the rows of each sequence in a table that has one sequence after the other."""
-    ends = np.cumsum(n_rows).tolist()
-    return [slice(end - n, end) for end, n in zip(ends, n_rows, strict=True)]
+    return [slice(end - n, end) for end, n in zip(np.cumsum(n_rows).tolist(), n_rows, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +94,7 @@ class Rows:
     own: Sequence[np.ndarray | None] = ()
 
     def refuse(self, bad: np.ndarray, problem: str) -> None:
-        """Raise TeacherError for the first bad row, with its token's position in the response of its sequence.
-
-        Args:
-            bad: [M] or [M, any] bool.
-        """
+        """Raise TeacherError for the first row of `bad`, [M] or [M, any] bool, with its position in its response."""
         if not bad.any():
             return
         bad_rows = np.flatnonzero(bad if bad.ndim == 1 else bad.any(1))
@@ -189,8 +180,7 @@ def _check_mass(rows: Rows, logprobs: np.ndarray, tail: np.ndarray) -> None:
     slack = np.full(len(mass), MASS_SLACK)
     doubtful = ~((np.abs(total - 1) <= slack) & (mass <= 1 + slack))  # NaN is doubtful, too
     if doubtful.any():  # rare; the sum below costs more than all other checks
-        some = p[doubtful]
-        slack[doubtful] -= _FP16_ROUNDING * (some * np.maximum(logprobs[doubtful], _MIN_FP16)).sum(1)
+        slack[doubtful] -= _FP16_ROUNDING * (p[doubtful] * np.maximum(logprobs[doubtful], _MIN_FP16)).sum(1)
     heavy = ~(mass <= 1 + slack)
     rows.refuse(heavy, f"probability mass is {mass[heavy.argmax()]:.6g}, above 1")
     rows.refuse(~((tail >= 0) & (tail <= 1)), "the tail mass is outside [0, 1]")

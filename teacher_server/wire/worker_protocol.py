@@ -123,11 +123,7 @@ def prompt_digest(ids: Buffer, images: Sequence[bytes]) -> int:
 
 
 def images_of(request: ScoreRequest, distinct: Sequence[T]) -> list[tuple[T, ...]]:
-    """Return the images of each sequence of a request.
-
-    Args:
-        distinct: something of each distinct image.
-    """
+    """Return for the images of each sequence of a request what `distinct` has for each distinct image."""
     if not distinct:
         return [()] * len(request.sequences)
     return [tuple(distinct[i] for i in own) for own in request.image_indices]

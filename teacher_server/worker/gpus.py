@@ -50,26 +50,22 @@ def may_need_gpus(settings: ServerSettings) -> bool:
 
 
 def find_gpus(environment: Mapping[str, str]) -> FoundGpus:
-    """Return CUDA_VISIBLE_DEVICES if it is set, else the list of `nvidia-smi -L` (MIG slices instead of their GPU)."""
-    numbers, uuids = parse_nvidia_smi(_ask_nvidia_smi())
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return FoundGpus(tuple(numbers), "nvidia-smi" if numbers else "", uuids)
-    return FoundGpus(visible_ids(visible), f"CUDA_VISIBLE_DEVICES={visible}", uuids)
-
-
-def _ask_nvidia_smi() -> str:
-    """Return the list; empty without the program, the permission to run it, or a driver.
+    """Return CUDA_VISIBLE_DEVICES if it is set, else the list of `nvidia-smi -L` (MIG slices instead of their GPU).
 
     Raises:
         SettingsError: the program did not finish in time.
     """
     try:
-        return run_nvidia_smi("-L", timeout_s=_NVIDIA_SMI_S)
+        listing = run_nvidia_smi("-L", timeout_s=_NVIDIA_SMI_S)
     except SmiTimeout as error:
         raise SettingsError(f"{error}. Fix: --device cpu, or repair the driver.") from error
     except SmiError:  # installed, but without a driver: no GPU
-        return ""
+        listing = ""
+    numbers, uuids = parse_nvidia_smi(listing)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return FoundGpus(tuple(numbers), "nvidia-smi" if numbers else "", uuids)
+    return FoundGpus(visible_ids(visible), f"CUDA_VISIBLE_DEVICES={visible}", uuids)
 
 
 def parse_nvidia_smi(listing: str) -> tuple[list[str], dict[str, str]]:

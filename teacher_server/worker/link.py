@@ -181,8 +181,7 @@ class WorkerLink:
                     self._dealer.send_multipart([message, *make()], copy=False)
             if self._dealer in ready:
                 for frames in _waiting(self._dealer):
-                    end = self._receive(frames)
-                    if end is not None:
+                    if (end := self._receive(frames)) is not None:
                         return end
             if self._monitor in ready:
                 end = self._on_connection(recv_monitor_message(self._monitor)["event"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from teacher_server.engines.base import Limits, Writer, Writing
-from teacher_server.wire.answers import split_prompts, unpack_prompts
+from teacher_server.wire.answers import unpack_prompts
 from teacher_server.wire.protocol import (
     Buffer,
     GenerateReply,
@@ -18,6 +18,7 @@ from teacher_server.wire.protocol import (
     replies,
     token_digest,
 )
+from teacher_server.wire.table import row_slices
 from teacher_server.wire.worker_protocol import Assignment
 
 
@@ -56,7 +57,8 @@ class OpenGeneration:
 
 def open_generation(job: Assignment, header: GenerateRequest, frames: Sequence[Buffer], now_s: float) -> OpenGeneration:
     """Return a request that has arrived. Raises ProtocolError: the frames do not match the header."""
-    return OpenGeneration(job, header, split_prompts(header, unpack_prompts(header, frames)), now_s)
+    ids = unpack_prompts(header, frames)
+    return OpenGeneration(job, header, [ids[part] for part in row_slices(header.lengths)], now_s)
 
 
 def generation_problem(engine: Limits, opened: OpenGeneration) -> tuple[str, int] | None:

@@ -144,8 +144,7 @@ def open_request(
     tokens = unpack_tokens(header, frames[:1])
     given_ids = unpack_given(header, frames[1:])
     units = maps.of(header, frames[1:])
-    distinct = [EncodedImage(data.tobytes()) for data in unpack_images(header, frames[1:])]
-    images = images_of(header, distinct)
+    images = images_of(header, [EncodedImage(data.tobytes()) for data in unpack_images(header, frames[1:])])
     sequences = []
     start = 0
     row = 0

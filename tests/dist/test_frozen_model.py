@@ -78,8 +78,9 @@ def engine_scores(
 ) -> list[list[Any]]:
     """Return, for each of `params`, the tables of the server's engine for these sequences; None: all."""
     from teacher_server.engines.hf import HfEngine
+    from teacher_server.engines.load import EngineSettings
 
-    engine = HfEngine(str(folder), dtype=dtype, device="cpu", max_tokens=64)
+    engine = HfEngine(EngineSettings(model=str(folder), max_tokens=64), dtype=dtype, device="cpu")
     batch = [
         TokenSequence(np.concatenate([s.prompt_ids, s.response_ids]), len(s.prompt_ids), s.top_ids)
         for s in rollouts or sequences()

@@ -40,7 +40,7 @@ def test_the_share_of_a_gpu_bounds_the_engine_hf(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     torch_sees(2)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
-    monkeypatch.setattr(hf, "HfEngine", lambda path, **settings: (limits[-1], settings["device"]))
+    monkeypatch.setattr(hf, "HfEngine", lambda settings, dtype, device: (limits[-1], device))
     for device, share in (("cuda:1", 0.25), ("auto", 0.85)):
         settings = EngineSettings(model="m", max_tokens=8, engine="hf", device=device, gpu_memory_utilization=share)
         where = "cuda:0" if device == "auto" else device

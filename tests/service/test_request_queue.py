@@ -217,9 +217,9 @@ def test_cancelled_requests_release_queue_bytes_and_credit() -> None:
     ((_, running),) = queue.assign()
     waiting = queue.find_request(b"c", later.request_id)
     assert running.request is first and waiting is not None
-    queue.cancel(waiting)
+    queue.drop(waiting)
     assert (queue.n_queued, queue.queued_bytes) == (0, 0)
-    queue.cancel(running)
+    queue.drop(running)
     assert running.worker == b"a" and queue.workers[b"a"].n_tokens == 0
     assert queue.complete(b"a", running.job_id) is None and queue.n_jobs == 0
 

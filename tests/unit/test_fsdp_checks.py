@@ -35,6 +35,7 @@ from gkd.hf.model_folder import check_engines, open_tensors, read_model_folder, 
 from gkd.preflight.meta_models import check_fsdp_student, distinct_sizes
 from gkd.preflight.student import check_student, chosen
 from teacher_server.engines.hf import HfEngine
+from teacher_server.engines.load import EngineSettings
 from teacher_server.errors import ServerError
 from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
@@ -169,7 +170,7 @@ def test_models_that_read_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=lost):
         check_student(config)
     with pytest.raises(ServerError, match=lost):
-        HfEngine(str(tmp_path), dtype="float32", device="cpu", max_tokens=8)
+        HfEngine(EngineSettings(model=str(tmp_path), max_tokens=8), dtype="float32", device="cpu")
 
 
 def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> None:

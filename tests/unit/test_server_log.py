@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -145,11 +146,8 @@ def test_a_scrape_reads_counts_times_and_gauges() -> None:
     board.retried(2)
     board.lost_worker()
     board.excluded("w0.1", "it sent bad data")
-    server = serve_metrics("127.0.0.1", 0, make_status, registry)
-    try:
-        read = scrape(server.port)
-    finally:
-        server.stop()
+    with ExitStack() as stack:
+        read = scrape(serve_metrics(stack, "127.0.0.1", 0, make_status, registry))
     name = "teacher_server_"
     assert read[name + "requests_answered_total", "topk", "math"] == 3
     assert read[name + "tokens_scored_total", "topk", "math"] == 300
@@ -165,21 +163,20 @@ def test_a_scrape_reads_counts_times_and_gauges() -> None:
 
 
 def test_the_port_is_free_again_after_stop_and_taken_is_an_error() -> None:
-    """Fails if the port stays bound after `stop`, or a taken port is not an error."""
-    registry = CollectorRegistry()
-    server = serve_metrics("127.0.0.1", 0, make_status, registry)
-    with pytest.raises(ServerError, match="--metrics-port"):
-        serve_metrics("127.0.0.1", server.port, make_status, CollectorRegistry())
-    server.stop()
-    with socket.create_server(("127.0.0.1", server.port), reuse_port=False):
+    """Fails if the port stays bound after its end, or a taken port is not an error."""
+    with ExitStack() as stack:
+        port = serve_metrics(stack, "127.0.0.1", 0, make_status, CollectorRegistry())
+        with pytest.raises(ServerError, match="--metrics-port"):
+            serve_metrics(stack, "127.0.0.1", port, make_status, CollectorRegistry())
+    with socket.create_server(("127.0.0.1", port), reuse_port=False):
         pass
 
 
 def test_the_transformers_engine_prints_nothing_while_it_loads(tmp_path: Path) -> None:
     """Fails if stderr of a worker has a progress bar, which is neither a log line nor JSON."""
     code = f"""
-from teacher_server.engines.hf import HfEngine
-HfEngine({str(save_random(tmp_path / "model"))!r}, dtype="float32", device="cpu", max_tokens=8)
+from teacher_server.engines.load import EngineSettings, load_engine
+load_engine(EngineSettings(model={str(save_random(tmp_path / "model"))!r}, max_tokens=8, engine="hf", device="cpu"))
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

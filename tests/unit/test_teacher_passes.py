@@ -10,6 +10,7 @@ import pytest
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.hf import HfEngine, _passes
+from teacher_server.engines.load import EngineSettings
 from tests.dist.megatron_reference import make_hf_folder
 
 
@@ -30,7 +31,7 @@ def test_a_batch_returns_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     library = SimpleNamespace(CDLL=lambda name: SimpleNamespace(malloc_trim=trims.append))
     monkeypatch.setattr("teacher_server.engines.hf.ctypes", library)
     make_hf_folder(tmp_path, "qwen3")
-    engine = HfEngine(str(tmp_path), dtype="float32", device="cpu", max_tokens=16)
+    engine = HfEngine(EngineSettings(model=str(tmp_path), max_tokens=16), dtype="float32", device="cpu")
     for n_batches in (1, 2):
         assert len(engine.score([TokenSequence(np.arange(6, dtype=np.int32), 2)], ScoreParams("topk", k=2))) == 1
         assert len(trims) == n_batches
