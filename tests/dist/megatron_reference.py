@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.types import MicroBatch, TokenTargets
+from gkd.types import MicroBatch, Rollout, TokenTargets
 
 VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 PAD = 16  # occurs inside sequences, as the end-of-turn token of models that pad with it
@@ -160,26 +161,6 @@ def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
     return batches
 
 
-def pack(batch: MicroBatch) -> MicroBatch:
-    """Concatenate the sequences of a micro-batch in a single row, without padding."""
-    width = batch.tokens.shape[1]
-    tokens, positions, rows, borders = [], [], [], [0]
-    for b, row in enumerate(batch.tokens):
-        own_rows = batch.loss_index[batch.loss_index // width == b] % width
-        length = int(own_rows.max()) + 2  # the last row predicts the last token
-        tokens.append(row[:length])
-        positions.append(torch.arange(length))
-        rows.append(own_rows + borders[-1])
-        borders.append(borders[-1] + length)
-    return MicroBatch(
-        tokens=torch.cat(tokens)[None],
-        position_ids=torch.cat(positions)[None],
-        loss_index=torch.cat(rows),
-        targets=batch.targets,
-        cu_seqlens=torch.tensor(borders, dtype=torch.int32),
-    )
-
-
 def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return the sum over loss rows of KL(teacher || student) on K + 1 outcomes, from [B, S, V] logits."""
     targets = batch.targets
@@ -221,6 +202,19 @@ def read_model(folder: Path, **options: Any) -> Any:
     model = auto.from_pretrained(folder, **options)
     model.get_input_embeddings().padding_idx = None
     return model
+
+
+@torch.no_grad()
+def logprob_rows(model: Any, rollout: Rollout, temperature: float = 1.0, n_vocab: int | None = None) -> Tensor:
+    """Return [R, V] logprobs of a model of transformers at each response token, given all tokens before it."""
+    tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+    logits = model(tokens[None]).logits[0, len(rollout.prompt_ids) - 1 : -1, :n_vocab]
+    return (logits / temperature).log_softmax(-1)
+
+
+def response_logprobs(rows: Tensor, rollout: Rollout) -> np.ndarray:
+    """Return [R], those of the response tokens."""
+    return rows.gather(-1, torch.from_numpy(rollout.response_ids).long()[:, None])[:, 0].numpy()
 
 
 def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None) -> Reference:
@@ -266,7 +260,9 @@ def save_references(
     return root
 
 
-def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_masters: bool = True) -> list[float]:
+def train_bf16_reference(
+    folder: Path, n_steps: int, *, n_batches: int, lr: float = LR, keep_masters: bool = True
+) -> list[float]:
     """Return the token mean of each step in bfloat16, with float32 main weights and float32 sums of gradients.
 
     Args:
@@ -280,7 +276,7 @@ def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_mas
         {"params": [p for p in masters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in masters if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS)
     losses = []
     for step in range(n_steps):
         batches = make_micro_batches(step % n_batches)

@@ -115,8 +115,8 @@ def with_nan(batch: MicroBatch) -> MicroBatch:
 
 
 def share(batches: list[MicroBatch], rank: int, world_size: int) -> list[MicroBatch]:
-    """Return all micro-batches but one for rank 0 and that one for rank 1: unequal counts on purpose."""
-    return batches if world_size == 1 else batches[:-1] if rank == 0 else batches[-1:]
+    """Return all micro-batches but one for rank 0, that one for rank 1, and none for others: unequal on purpose."""
+    return batches if world_size == 1 else [batches[:-1], batches[-1:], []][min(rank, 2)]
 
 
 def step_in_parts(student: Any, batches: Sequence[MicroBatch]) -> Any:

@@ -41,15 +41,13 @@ def test_a_scored_dataset_trains_without_a_teacher(
     it; or if a step without rollouts breaks the loop.
     """
     store, online, offline = f"teacher.store={tmp_path / 'store'}", tmp_path / "online", tmp_path / "offline"
-    done = lab.train_run(online, teacher_port, shared_ray, *DATASET)
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(online, teacher_port, shared_ray, *DATASET)
     scored = subprocess.run([*SCORE, *words(lab, teacher_port, store)], capture_output=True, text=True, timeout=800)
     assert scored.returncode == 0 and "scored 40/40" in scored.stderr, scored.stderr[-4000:]
     assert not (lab.root / "unused").exists()
     closed = free_port()
     name = json.loads((tmp_path / "store" / "teachers.json").read_text())[0][1]["teacher"]
-    done = lab.train_run(offline, closed, shared_ray, *DATASET, store, f"teacher.name={name}")
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(offline, closed, shared_ray, *DATASET, store, f"teacher.name={name}")
     lines, stored = steps_of(online), steps_of(offline)
     for step in (1, 2, 3):
         assert stored[step]["teacher/stored_share"] == 1

@@ -129,17 +129,7 @@ def main() -> int:
     args = parser.parse_args()
     folder = inspect_model_folder(args.model, needs_weights=False)
     engine = load_engine(
-        EngineSettings(
-            model=folder.path,
-            engine=TRIVIAL[1],
-            device="cpu",
-            dtype="float32",
-            tensor_parallel_size=1,
-            threads=1,
-            max_tokens=folder.max_tokens,
-            max_batch_tokens=8192,
-            gpu_memory_utilization=0.9,
-        )
+        EngineSettings(model=folder.path, max_tokens=folder.max_tokens, engine=TRIVIAL[1], device="cpu")
     )
     for number, line in enumerate(sys.stdin):
         name = f"faulty-{os.getpid()}-{number}"

@@ -100,6 +100,7 @@ def score(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Iterator[tuple[in
 
 
 TRIVIAL = ("--engine", "tests.service.trivial_engine:load")
+PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")  # a stopped worker is not lost
 
 
 def trivial_model(folder: Path, vocab_size: int = 1000) -> Path:

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherRefusal
@@ -24,8 +22,8 @@ from teacher_server.cli.serve import status_command
 from tests.processes import is_alive, wait_until
 from tests.refusals import refuses
 from tests.service.commands import address, n_scored, run, sent_requests, wait_for_requests
-from tests.service.engine_host import save_engine_model
-from tests.service.harness import TRIVIAL, ServerProcess, command, connect, trivial_model
+from tests.service.engine_host import save_biased_model
+from tests.service.harness import PATIENT, TRIVIAL, ServerProcess, command, connect, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -161,9 +159,6 @@ def test_errors_distinguish_a_refused_key_from_a_hung_server(server: ServerProce
     assert "'w9.9'" in run("drain", *address(server), "--worker", "w9.9", code=2).stderr
 
 
-PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")
-
-
 def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
     """Fails if a drained worker loses requests or is restarted, or if a drain drops queued requests."""
     model = trivial_model(tmp_path / "model")
@@ -278,12 +273,7 @@ def test_the_trainer_reports_a_wrong_teacher_name(server: ServerProcess) -> None
 
 def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path: Path) -> None:
     """Fails if signal `hidden` fails only after both pools have started, with an error that lacks the key."""
-    model = save_engine_model(tmp_path / "phi", kind="Phi", num_key_value_heads=2)
-    file = model / "model.safetensors"
-    weights = load_file(file)
-    weights["lm_head.bias"] = torch.ones(len(weights["lm_head.bias"]))
-    save_file(weights, file, {"format": "pt"})
-    with ServerProcess(model, tmp_path) as server:
+    with ServerProcess(save_biased_model(tmp_path / "phi"), tmp_path) as server:
         base = [f"teacher.server_port={server.port}"]
         assert request_info(*load_config(None, base).derived.routes).vocab_size > 0
         with pytest.raises(ConfigError) as caught:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from gkd.config.load import load_config
 from gkd.data.score_checks import validate_scores
@@ -22,8 +20,10 @@ from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.window import Window
 from gkd.text.comparison import Comparison
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
+from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
 from tests.processes import wait_until
+from tests.service.engine_host import plain_logits, plain_logprobs, sequences_of
 from tests.service.harness import ServerProcess, random_rollouts
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error, valid_reply
@@ -59,16 +59,9 @@ def references(tiny_model: Path, rollouts: list[Rollout]) -> list[np.ndarray]:
 
 
 def references_of(tiny_model: Path, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Compute [R, CUT] float32 log_softmax(logits / TEMPERATURE) of each rollout: one sequence, no padding."""
-    torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    rows = []
-    for rollout in rollouts:
-        tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
-        with torch.inference_mode():
-            logits = network(input_ids=tokens[None]).logits[0, len(rollout.prompt_ids) - 1 : -1, :CUT]
-        rows.append((logits / TEMPERATURE).log_softmax(-1).numpy())
-    return rows
+    """Compute [R, CUT] float64 log_softmax(logits / TEMPERATURE) of each rollout: one sequence, no padding."""
+    params = ScoreParams("topk", temperature=TEMPERATURE, n_vocab=CUT)
+    return [plain_logprobs(logits, params) for logits in plain_logits(tiny_model, sequences_of(rollouts))]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from tests.processes import wait_until
 from tests.refusals import refuses
 from tests.service.harness import own_turns, random_rollouts
 from tests.service.http_faults import FAULTS, K
-from tests.service.http_servers import N_VOCAB, ScriptedHttp, distributions, http_teacher, valid_reply
+from tests.service.http_servers import N_VOCAB, Script, ScriptedHttp, distributions, http_teacher, valid_reply
 
 pytestmark = pytest.mark.service
 BOTH = ("topk", "sampled")
@@ -47,6 +48,11 @@ def good(path: str, request: Any) -> tuple[int, bytes]:
     if path in ("/health", "/tokenize"):
         return (200, b"") if path == "/health" else (404, b"")
     return 200, json.dumps(valid_reply(path, request)).encode()
+
+
+def scoring_by(answer: Callable[[], tuple[int, bytes] | None]) -> Script:
+    """Return a script that gives scores as `answer` does, or after it if it returns nothing; the rest as `good`."""
+    return lambda path, request: (path == "/v1/completions" and answer()) or good(path, request)
 
 
 def rollouts(n: int, seed: int = 0) -> list[Rollout]:
@@ -232,22 +238,20 @@ def test_only_answers_that_were_asked_for_are_accepted(dialect: str) -> None:
 
 def test_failures_that_pass_are_sent_again() -> None:
     """Fails if a busy server, a proxy without a backend, a lost connection or a failed pass ends the run."""
-    seen: list[int] = []
+    failures = [429, 0, 503, 500, 0, 504]
 
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            seen.append(1)
-            if len(seen) <= 6:
-                if len(seen) in (2, 5):
-                    raise ConnectionError
-                return (429, 0, 503, 500, 0, 504)[len(seen) - 1], b"busy"
-        return good(path, request)
+    def answer() -> tuple[int, bytes] | None:
+        if not failures:
+            return None
+        if status := failures.pop(0):
+            return status, b"busy"
+        raise ConnectionError
 
     (rollout,) = rollouts(1)
-    with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB) as teacher:
+    with ScriptedHttp(scoring_by(answer)) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB) as teacher:
         (scores,) = teacher.submit([rollout], BOTH).result(timeout=30)
     check(rollout, scores)
-    assert len(seen) == 7
+    assert server.paths.count("/v1/completions") == 7
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -291,18 +295,11 @@ def test_other_weights_after_an_outage_end_the_run(dialect: str) -> None:
 @pytest.mark.parametrize("status", [400, 404, 302, 500])
 def test_refusals_are_final(status: int) -> None:
     """Fails if a request that no server will answer is repeated for ever, or if its error lacks the server's text."""
-    n_seen: list[int] = []
-
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            n_seen.append(1)
-            return status, b"too long"
-        return good(path, request)
-
+    script = scoring_by(lambda: (status, b"too long"))
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K) as teacher:
         with pytest.raises(TeacherRefusal, match="prompt 0, sample 0"):
             teacher.submit(rollouts(1), BOTH).result(timeout=60)
-        assert len(n_seen) == (6 if status == 500 else 1)
+        assert server.paths.count("/v1/completions") == (6 if status == 500 else 1)
         assert teacher.info().fingerprint == "m", "the client remains usable"
 
 
@@ -321,12 +318,7 @@ def test_a_silent_server_is_an_outage() -> None:
 def test_a_stuck_server_that_answers_pings_is_an_outage() -> None:
     """Fails if /health alone keeps a run waiting, or if a request without a reply is not sent again."""
     release = threading.Event()
-
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            release.wait(30)
-        return good(path, request)
-
+    script = scoring_by(lambda: release.wait(30) and None)
     limits = {"outage_budget_s": 1.5, "request_timeout_s": 0.5}
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, **limits) as teacher:
         futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(3)]
@@ -356,13 +348,7 @@ def test_servers_take_turns_and_one_may_be_gone() -> None:
 def test_a_cancelled_or_closed_request_ends() -> None:
     """Fails if the end of a chunk leaves requests at the server, or if `close` leaves a future that never completes."""
     release = threading.Event()
-
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            release.wait(30)
-        return good(path, request)
-
-    with ScriptedHttp(script) as server:
+    with ScriptedHttp(scoring_by(lambda: release.wait(30) and None)) as server:
         teacher = http_teacher(server.url, k=K)
         first, second = (teacher.submit([rollout], BOTH) for rollout in rollouts(2))
         wait_until(lambda: teacher.health().n_in_flight == 2, 30.0, "two requests")
@@ -380,16 +366,15 @@ def test_no_more_than_the_window_is_in_flight() -> None:
     """Fails if a chunk of sequences arrives at the server at once, whatever teacher.max_in_flight is."""
     lock, now, most, three = threading.Lock(), [0], [0], threading.Event()
 
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            with lock:
-                now[0] += 1
-                most[0] = max(most[0], now[0])
-            assert three.wait(30)
-            with lock:
-                now[0] -= 1
-        return good(path, request)
+    def answer() -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        assert three.wait(30)
+        with lock:
+            now[0] -= 1
 
+    script = scoring_by(answer)
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB, n_in_flight=3) as teacher:
         futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(30)]
         wait_until(lambda: most[0] >= 3, 30.0, "three requests")
@@ -404,11 +389,7 @@ def test_the_api_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, ca
     key = "sk-very-secret-0123456789"
     monkeypatch.setenv("HTTP_TEST_KEY", key)
 
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            return 401, f"Incorrect API key provided: {key}".encode()
-        return good(path, request)
-
+    script = scoring_by(lambda: (401, f"Incorrect API key provided: {key}".encode()))
     caplog.set_level("DEBUG")
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, api_key_env="HTTP_TEST_KEY") as teacher:
         with pytest.raises(TeacherRefusal) as caught:

@@ -23,6 +23,8 @@ from tests.service.engine_host import (
     masked,
     masks_of,
     own_rows,
+    plain_logits,
+    plain_logprobs,
     save_engine_model,
 )
 
@@ -218,20 +220,6 @@ def test_vllm_shares_no_prompts_of_models_with_a_recurrent_state(sharing: Ask, t
     assert sharing("may_share_prompts", folders) == {"Qwen3": True, "Mamba": False, "FalconH1": False}
 
 
-def sampled_in_float64(model: Path, batch: list[TokenSequence]) -> list[np.ndarray]:
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    found = []
-    with torch.inference_mode():
-        for sequence in batch:
-            tokens = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-            logprobs = network(input_ids=tokens).logits[0, sequence.prompt_length - 1 : -1].log_softmax(-1)
-            found.append(logprobs.gather(1, tokens[0, sequence.prompt_length :, None])[:, 0].numpy())
-    return found
-
-
 def test_hf_scores_are_as_exact_as_without_sharing(tmp_path: Path) -> None:
     """Fails if rows are shifted, positions start again behind the cached prompt, a shorter response reads the padding
     or the tokens of a longer one, or a response that is split over several passes loses its beginning.
@@ -245,8 +233,12 @@ def test_hf_scores_are_as_exact_as_without_sharing(tmp_path: Path) -> None:
     batch = [replace(s, given=None) for group in groups for s in group]
     order = np.random.default_rng(0).permutation(len(batch))
     batch = [batch[i] for i in order]
-    expected = sampled_in_float64(model, batch)
     params = ScoreParams("sampled")
+    plain = plain_logits(model, batch, torch.float64)
+    expected = [
+        np.take_along_axis(plain_logprobs(logits, params), sequence.response[:, None], 1)[:, 0]
+        for sequence, logits in zip(batch, plain, strict=True)
+    ]
 
     def error(scores: list[np.ndarray]) -> float:
         return max(float(np.abs(mine - exact).max()) for mine, exact in zip(scores, expected, strict=True))
