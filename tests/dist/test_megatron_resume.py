@@ -91,7 +91,6 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     before = weights(student)
     batches = make_micro_batches(0)
     targets = batches[1].targets
-    assert targets is not None and targets.topk_logprobs is not None
     targets.topk_logprobs[0, 0] = torch.nan
     result["nan"] = caught(lambda: student.train_step(batches))
     result["nan_eval"] = caught(lambda: student.evaluate(batches))

@@ -163,7 +163,6 @@ def _on_device(student: Any) -> dict[str, int]:
 def _with_hidden(batch: MicroBatch) -> MicroBatch:
     """Replace the teacher's top-k by hidden states."""
     targets = batch.targets
-    assert targets is not None
     hidden = torch.randn(
         (len(targets), TEACHER_WIDTH), generator=torch.Generator().manual_seed(int(batch.tokens.sum()))
     )

@@ -152,7 +152,6 @@ def _hidden_signal(student: Any, batches: list[MicroBatch]) -> dict[str, Any]:
     out["hidden_size"] = student.teacher_hidden_size
     with_hidden = []
     for batch in batches:
-        assert batch.targets is not None
         hidden = _teacher_hidden(batch)
         targets = replace(batch.targets, topk_ids=None, topk_logprobs=None, tail_mass=None, hidden=hidden)
         with_hidden.append(replace(batch, targets=targets))

@@ -88,7 +88,6 @@ def _per_sequence(folder: Path, skipped: int = 0, spec: LossSpec = SPEC) -> list
     measured = []
     for rollout, score in zip(*_scored_batch(), strict=True):
         (batch,) = make_micro_batches([rollout], [score], micro_batch_size=1)
-        assert batch.targets is not None
         logits = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index]
         losses = dense_losses(spec, batch.targets, logits)[skipped:]
         if spec.token_weight != "none":

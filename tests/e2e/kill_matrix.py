@@ -32,7 +32,7 @@ from gkd.metrics.health_checks import NEED_EQUAL_SAMPLING
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
-from tests.e2e.killed_main import DONE, POINTS, VICTIMS, generation_of
+from tests.e2e.killed_main import DONE, POINTS, VICTIMS, generation_of, with_faults
 from tests.e2e.turn_models import small_models
 from tests.results import write_results
 from tests.service.harness import ServerProcess
@@ -170,10 +170,8 @@ class Runs:
         Wait until no process of the run is left, except after a kill of the driver alone: then the next launch has to
         cope with the leftover processes.
         """
-        command = self._lab.command(run_dir, self._port, *self._settings, *more)
-        if kill is not None:
-            words = (kill.point, str(kill.nth), str(kill.after_s), kill.victim, "--")
-            command = [sys.executable, "-m", "tests.e2e.killed_main", *words, *command[3:]]
+        faults = [] if kill is None else [(kill.point, kill.nth, kill.after_s, kill.victim)]
+        command = with_faults(self._lab.command(run_dir, self._port, *self._settings, *more), faults)
         self._n_launches += 1
         log = self._folder / f"{run_dir.name}_{self._n_launches}.log"
         with log.open("w") as output:

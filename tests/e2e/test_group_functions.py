@@ -22,7 +22,6 @@ def recorded(run_dir: Path, step: int) -> dict[int, tuple[Rollout, TeacherScores
     found = {}
     for file in (run_dir / "batches" / f"step_{step:08d}").glob("*.npz"):
         rollouts, scores = read_sequences(file)
-        assert scores is not None
         found |= {r.sample_index: (r, s) for r, s in zip(rollouts, scores, strict=True)}
     return found
 
@@ -84,7 +83,6 @@ def test_functions_do_what_a_column_and_pass_rates_do(
         for index, (rollout, scores) in one.items():
             same, expected = other[index]
             np.testing.assert_array_equal(rollout.response_ids, same.response_ids)
-            assert scores.topk is not None and expected.topk is not None
             np.testing.assert_array_equal(scores.topk.logprobs, expected.topk.logprobs)
 
 

@@ -172,7 +172,6 @@ def test_an_http_teacher_scores_the_same_tokens(writers: Lab, writer_port: int) 
             tokenizer, n_vocab, eos_ids = read_student(config)
             theirs, info = teacher_tokenizer(config), request_info(config.derived.routes[0])
             pair = tokenizer_pair(config, tokenizer, theirs, info, n_vocab, eos_ids)
-            assert theirs is not None
             ids = [np.array(tokenizer.encode(text) + eos_ids[:1] * (i % 2), np.int32) for i, text in enumerate(WORDS)]
             ids.append(np.array([tokenizer.convert_tokens_to_ids("<|call|>")], np.int32))  # nothing has a pair
             asked = np.array(theirs.encode("[user] x"), np.int32)
@@ -183,8 +182,6 @@ def test_an_http_teacher_scores_the_same_tokens(writers: Lab, writer_port: int) 
     assert (pair.teacher, pair.student) == (other_pair.teacher, other_pair.student)
     lengths = []
     for one, other in zip(scores, others, strict=True):
-        assert one.topk is not None and other.topk is not None and one.sampled_logprobs is not None
-        assert one.response_ids is not None and other.response_ids is not None and other.sampled_logprobs is not None
         assert one.response_ids.tolist() == other.response_ids.tolist()
         np.testing.assert_array_equal(one.topk.ids, other.topk.ids)
         np.testing.assert_allclose(one.topk.logprobs, other.topk.logprobs, atol=1e-5)

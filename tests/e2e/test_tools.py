@@ -110,7 +110,6 @@ def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, a
     total, n_own, n_all = 0.0, 0, 0
     for file in sorted(folder.glob("**/*.npz")):
         rollouts, scores = read_sequences(file)
-        assert scores is not None
         for rollout, score in zip(rollouts, scores, strict=True):
             assert score.topk is not None and len(score.topk.ids) == rollout.n_own
             own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own

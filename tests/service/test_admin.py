@@ -82,7 +82,6 @@ def test_watch_repeats_until_ctrl_c(server: ServerProcess, *, ignored: bool) -> 
         preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
     )
     try:
-        assert watching.stdout is not None and watching.stderr is not None
         epochs = {json.loads(watching.stdout.readline())["epoch"] for _ in range(3)}
         watching.send_signal(signal.SIGINT)
         assert watching.wait(timeout=30) == 0 and len(epochs) == 1 and watching.stderr.read() == b""
@@ -249,7 +248,6 @@ def test_a_keyed_server_refuses_a_client_without_keys_and_prints_the_right_comma
         # Long enough for two resends: after a refused handshake the socket has no pipe to send to.
         assert "--keys" in run("status", *address(server), "--timeout", "2.5", code=2).stderr
         assert time.monotonic() - start_s < 60
-        assert server.process.stdout is not None
         ready, line = (server.process.stdout.readline().decode() for _ in range(2))
         words = shlex.split(line.removeprefix("status: "))
         assert ready.startswith("ready: ") and words[1:3] == ["teacher", "status"]

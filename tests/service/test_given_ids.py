@@ -44,9 +44,7 @@ def raw(port: int, frames: list[bytes]) -> list[bytes]:
 
 
 def bad(rollout: Rollout, name: str) -> Rollout:
-    ids = rollout.top_ids
-    assert ids is not None
-    ids = ids.copy()
+    ids = rollout.top_ids.copy()
     if name == "outside":
         ids[-1, 0] = N_VOCAB
     elif name == "negative":
@@ -75,7 +73,6 @@ def test_the_client_refuses_bad_ids(name: str) -> None:
 def test_the_server_refuses_bad_ids(trivial_server: ServerProcess, name: str) -> None:
     """Fails if a faulty client can make the engine fail, or gets scores for other ids than it gave."""
     rollout = bad(rollouts_with_ids(1, 4)[0], name)
-    assert rollout.top_ids is not None
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     if name == "negative":  # three bytes hold no sign
         rollout.top_ids[0, 0] = (1 << 24) - 1

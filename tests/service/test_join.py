@@ -103,7 +103,6 @@ def test_a_second_signal_ends_a_worker_at_once(model: Path, join: Join) -> None:
     """Fails if only SIGKILL ends a worker whose broker does not dismiss it."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         worker = join(silent.bind_to_random_port("tcp://127.0.0.1"), "--name", "waiting")
-        assert worker.stderr is not None
         missing = {"loaded", "connected"}
         while missing:
             line = worker.stderr.readline()

@@ -120,7 +120,6 @@ def test_the_tokens_carry_the_mask(trivial_server: ServerProcess) -> None:
     """Fails if two masks of one sequence have the same digest, ids are lost, or the header has another number."""
     (rollout,) = trajectories(1, response=(20, 20))
     own = rollout.own
-    assert own is not None
     sent = message([rollout])
     tokens = np.frombuffer(sent.frames[0], "<i4")
     response = tokens[len(rollout.prompt_ids) :]
@@ -156,9 +155,7 @@ def test_limits_count_rows() -> None:
     assert message([long], k=1 << 16).header.n_rows == 500
     with pytest.raises(TeacherError, match="600 rows"):
         message([rollout], k=1 << 16)
-    ids = with_ids(rollout).top_ids
-    assert ids is not None
-    given = message([replace(long, top_ids=ids[own])])
+    given = message([replace(long, top_ids=with_ids(rollout).top_ids[own])])
     assert sum(memoryview(frame).nbytes for frame in given.frames[1:]) == 500 * N_GIVEN * 3
 
 
@@ -199,7 +196,6 @@ def test_a_reply_with_other_rows_is_damaged() -> None:
     with ScriptedServer(script) as scripted, client(scripted) as teacher:
         (scores,) = teacher.submit([rollout], ("topk",)).result(timeout=30)
         assert teacher.stats.n_damaged == 2
-    assert scores.topk is not None
     np.testing.assert_array_equal(scores.topk.ids[:, 0], rollout.own_ids)
 
 

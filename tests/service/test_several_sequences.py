@@ -68,7 +68,6 @@ def test_invalid_scores_name_the_sequence() -> None:
     """Fails if an invalid row of the joined tables is not traced back to its sequence and its token."""
     rollouts = [own_turns(rollout) for rollout in random_rollouts(4, SCRIPTED_VOCAB, response=(20, 20))]
     row = sum(rollout.n_own for rollout in rollouts[:3]) - 1  # the last one of the third sequence
-    assert rollouts[2].own is not None
     position = np.flatnonzero(rollouts[2].own)[-1]
     assert position > rollouts[2].n_own
 

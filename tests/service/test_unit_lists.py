@@ -39,7 +39,6 @@ def check(model: Path, scores: list[TeacherScores]) -> None:
         p = np.exp(plain_logprobs(logits, ScoreParams("topk", n_vocab=N_MAPPED)))
         sums = np.stack([p[:, unit == UNITS].sum(axis=1) for unit in range(N_UNITS)], axis=1)
         table, rows = found.topk, np.arange(len(p))
-        assert table is not None and found.sampled_logprobs is not None
         listed = np.take_along_axis(sums, table.ids.astype(np.int64), axis=1)
         np.testing.assert_allclose(np.exp(table.logprobs), listed, rtol=1e-4)
         np.testing.assert_allclose(listed.sum(axis=1), np.sort(sums, axis=1)[:, -K:].sum(axis=1), rtol=1e-6)
@@ -57,7 +56,6 @@ def test_lists_have_the_sums_of_the_whole_distribution(tiny_server: ServerProces
         check(tiny_model, found)
         shorter = teacher.submit(ROLLOUTS[:3], ("topk", "sampled"), mass=0.5).result(timeout=30)
     for whole, short in zip(found, shorter, strict=False):
-        assert whole.topk is not None and short.topk is not None and short.topk.counts is not None
         first = np.exp(whole.topk.logprobs, dtype=np.float64).cumsum(axis=1)
         np.testing.assert_array_equal(short.topk.counts, np.minimum((first < 0.5).sum(axis=1) + 1, K))
 
