@@ -66,7 +66,6 @@ class Pair:
 
     def head(self) -> np.ndarray:
         head = self.student.loss.teacher_head
-        assert head is not None
         return host(head).copy()
 
 

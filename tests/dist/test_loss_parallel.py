@@ -124,9 +124,7 @@ def make_case(vocab: int, tp: int, dtype: torch.dtype) -> Case:
 
     rows = -(-vocab // tp)
     borders = {min(max(r * rows + d, 0), vocab - 1) for r in range(tp + 1) for d in (-1, 0)}
-    edges = torch.tensor(
-        sorted(borders)[: vocab - 1]
-    )  # not the whole vocabulary, so that there is mass outside the list
+    edges = torch.tensor(sorted(borders)[: vocab - 1])  # not the whole vocabulary: there is mass outside the list
     topk_ids = torch.stack([edges[torch.randperm(len(edges), generator=generator)] for _ in range(N)])
     topk_ids[3, 1:] = -1
     topk_ids[N - 1, len(edges) // 2 + 1 :] = -1

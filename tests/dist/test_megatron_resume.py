@@ -26,7 +26,6 @@ from tests.dist.resume_cases import (
     save,
     save_and_resume,
     train,
-    weights,
     whole_state,
 )
 
@@ -88,14 +87,10 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         fresh_losses, [stats.loss for stats in train(make_student(root, Case("qwen2_tied", "tp2"), rank), 0, 2)]
     )
     student = make_student(root, Case("qwen2_tied", "pp2"), rank)
-    before = weights(student)
     batches = make_micro_batches(0)
     targets = batches[1].targets
     targets.topk_logprobs[0, 0] = torch.nan
-    result["nan"] = caught(lambda: student.train_step(batches))
     result["nan_eval"] = caught(lambda: student.evaluate(batches))
-    result["unmoved"] = before == weights(student) and student.step == 0
-    result["healthy_after_nan"] = student.train_step(make_micro_batches(0)).loss
     packed = make_micro_batches(0)
     packed[1].position_ids = packed[1].position_ids + 1
     result["packed"] = caught(lambda: student.train_step(packed))
@@ -257,7 +252,7 @@ def test_saved_folder_is_the_model(world: tuple[Path, list[Any]]) -> None:
 
 
 def test_errors(world: tuple[Path, list[Any]]) -> None:
-    """Fails if a bad input is trained on, changes the weights, has no clear error, or breaks later steps."""
+    """Fails if a bad input or another run's checkpoint is taken, or has no clear error. NaN: test_bad_input.py."""
     expected = {
         "exists": ("ModelError", "out_pp2"),
         "no_checkpoint": ("CheckpointError", "nothing"),
@@ -266,7 +261,6 @@ def test_errors(world: tuple[Path, list[Any]]) -> None:
         "adapters": ("CheckpointError", "actor.lora.rank"),
         "no_adapters": ("CheckpointError", "actor.lora.rank"),
         "lacking": ("CheckpointError", "model.norm.weight"),
-        "nan": ("NumericsError", "nan"),
         "nan_eval": ("NumericsError", "nan"),
         "packed": ("DataError", "position_ids"),
         "empty": ("DataError", "no loss token"),
@@ -276,4 +270,3 @@ def test_errors(world: tuple[Path, list[Any]]) -> None:
         for case, (kind, text) in expected.items():
             assert result[case][0] == kind and text in result[case][1], (case, result[case])
         assert result["fresh_diff"] <= 1e-5
-        assert result["unmoved"] and result["healthy_after_nan"] > 0

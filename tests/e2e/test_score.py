@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gkd.config.load import load_config
-from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.errors import TeacherUnavailable
 from gkd.preflight.dataset import check_scoring
 from gkd.preflight.run import preflight
 from gkd.scoring.teacher.store import SUFFIX
@@ -21,6 +21,7 @@ from tests.dist.helpers import free_port
 from tests.e2e.conftest import Lab, _words
 from tests.e2e.exactness import steps_of
 from tests.processes import wait_until
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.e2e
 LOSSES = "distill.losses=[{name: forward_kl}, {name: sft, weight: 0.1}]"
@@ -119,6 +120,5 @@ def test_what_cannot_be_stored_is_refused(lab: Lab, teacher_port: int, tmp_path:
         ("data.response_key", (store, f"data.train_files=[{silent}]")),
     ]
     for key, more in cases:
-        with pytest.raises(ConfigError) as caught:
+        with refuses(key):
             check_scoring(load_config(None, [*words(lab, teacher_port)[2:], *more]))
-        assert caught.value.key == key

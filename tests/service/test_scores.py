@@ -1,6 +1,6 @@
-"""Limits of a real server, a wide vocabulary, and calls that are abandoned.
+"""The description of a real server, a wide vocabulary, and calls that are abandoned.
 
-Scores of every signal: test_endpoint_signals.py, and test_engine_contract.py.
+Scores of every signal: test_endpoint_signals.py, and test_engine_contract.py, which has the limits of a model, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gkd.errors import TeacherError
 from gkd.types import Rollout
 from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.table import TopKTable
@@ -64,24 +63,6 @@ def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) 
     assert (info.n_workers, info.engine, info.device) == (1, "hf", str(rank_device()))
     assert info.is_server
     assert len(info.fingerprint) == 32 and info.tokenizer_fingerprint == ""
-
-
-@pytest.mark.parametrize(
-    "rollout,settings,token",
-    [
-        (random_rollouts(1, 5000, seed=4, response=(40, 40))[0], {}, f"vocab_size {TINY_VOCAB}"),
-        (random_rollouts(1, 300, response=(1100, 1100))[0], {}, "1024"),
-        (random_rollouts(1, 300)[0], {"n_vocab": 400}, "n_vocab = 400"),
-    ],
-)
-def test_requests_above_the_models_limits_are_refused(
-    tiny_server: ServerProcess, rollout: Rollout, settings: dict[str, int], token: str
-) -> None:
-    """Fails if the server truncates such a request silently, or the client retries it forever."""
-    with connect(tiny_server.port, **settings) as teacher:
-        with pytest.raises(TeacherError, match=token) as caught:
-            dict(score(teacher, [rollout]))
-        assert "prompt 0, sample 0" in str(caught.value)
 
 
 def test_closing_a_score_early_does_not_affect_other_calls(tiny_server: ServerProcess, tiny_model: Path) -> None:
