@@ -37,8 +37,8 @@ def _architecture(kind: str, n_layers: int, head_dim: int) -> tuple[str, dict[st
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4}
     yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
     no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    glm4 = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
-    glm4 |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
+    glm4 = {"routed_scaling_factor": 1.5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    glm4 |= {"n_shared_experts": 2, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
     qwen2_moe = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
     qwen2_moe |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}
     qwen3_moe = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
@@ -68,8 +68,9 @@ def make_hf_folder(
     """Save a randomly initialized HF model in `folder`, with random norms and biases so that each has an effect."""
     import transformers as tf
 
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": n_layers}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    sizes = {"rms_norm_eps": 1e-6, "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": n_layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 64}
     torch.manual_seed(sum(map(ord, kind)))
     name, settings = _architecture(kind, n_layers, head_dim)
     config = getattr(tf, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")

@@ -34,6 +34,12 @@ def steps_of(run_dir: Path, file: str = "metrics.jsonl") -> dict[int, dict[str, 
     return {int(line["step"]): line for line in read_metrics(run_dir / file)}
 
 
+def last_step(run_dir: Path) -> int:
+    """Return the last step in a run's metrics; -1: there is none yet."""
+    metrics = run_dir / "metrics.jsonl"
+    return max((int(line["step"]) for line in read_metrics(metrics)), default=-1) if metrics.exists() else -1
+
+
 def differences(
     one: Path, other: Path, *, export: bool = True, through: int | None = None, but: tuple[str, ...] = ()
 ) -> list[str]:

@@ -43,12 +43,14 @@ def start_error(model: Path, *options: str) -> str:
     return lines[0]
 
 
-def test_port_in_use(tiny_model: Path) -> None:
-    """Fails if a second server waits, shares the port, or loads a model before it detects the conflict."""
+def test_ports_in_use(tiny_model: Path) -> None:
+    """Fails if a second server waits, shares a port, or loads a model before it detects the conflict."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        line = start_error(tiny_model, "--port", str(port))
-    assert f"tcp://127.0.0.1:{port}" in line and "--port" in line
+        port = str(taken.getsockname()[1])
+        line = start_error(tiny_model, "--port", port)
+        assert f"tcp://127.0.0.1:{port}" in line and "--port" in line
+        for flag in ("--worker-port", "--metrics-port"):
+            assert flag in start_error(tiny_model, "--port", "0", flag, port)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +67,6 @@ def test_wrong_options(tiny_model: Path, words: tuple[str, ...], tokens: tuple[s
     """Fails if a wrong option is found after minutes of loading, by a traceback, or not at all."""
     line = start_error(tiny_model, *words)
     assert all(token in line for token in tokens)
-
-
-def test_taken_worker_and_metrics_ports(tiny_model: Path) -> None:
-    """Fails if a taken worker port or metrics port is not an error."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for flag in ("--worker-port", "--metrics-port"):
-            assert flag in start_error(tiny_model, "--port", "0", flag, port)
 
 
 def test_secret_keys_that_other_users_can_read(tiny_model: Path, tmp_path: Path) -> None:
