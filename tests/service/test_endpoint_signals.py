@@ -24,7 +24,7 @@ from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
 from tests.processes import wait_until
 from tests.service.engine_host import plain_logits, plain_logprobs, sequences_of
-from tests.service.harness import ServerProcess, random_rollouts
+from tests.service.harness import ServerProcess, random_rollouts, with_ids
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error, valid_reply
 
@@ -151,9 +151,7 @@ def test_the_list_contains_the_students_ids(
         replace(
             rollout,
             on_policy=bool(i % 4),
-            top_ids=np.stack([rng.permutation(CUT)[:n_given] for _ in rollout.response_ids]).astype(np.int32)
-            if i % 4
-            else None,
+            top_ids=with_ids(rollout, n_given, CUT).top_ids if i % 4 else None,
             teacher_ids=rng.integers(0, CUT, 3 + i).astype(np.int32) if own_prompt else None,
         )
         for i, rollout in enumerate(rollouts)

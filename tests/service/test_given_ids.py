@@ -13,7 +13,7 @@ from gkd.types import Rollout
 from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests
 from tests.service.conftest import TRIVIAL_VOCAB
-from tests.service.harness import ServerProcess, connect, random_rollouts, submit
+from tests.service.harness import ServerProcess, connect, random_rollouts, submit, with_ids
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import ScriptedServer, always_valid, client
@@ -23,14 +23,7 @@ N_VOCAB, K = TRIVIAL_VOCAB, 8
 
 
 def rollouts_with_ids(n: int, n_given: int, n_vocab: int = N_VOCAB) -> list[Rollout]:
-    rng = np.random.default_rng(3)
-    return [
-        replace(
-            rollout,
-            top_ids=np.stack([rng.permutation(n_vocab)[:n_given] for _ in rollout.response_ids]).astype(np.int32),
-        )
-        for rollout in random_rollouts(n, n_vocab)
-    ]
+    return [with_ids(rollout, n_given, n_vocab) for rollout in random_rollouts(n, n_vocab)]
 
 
 def raw(port: int, frames: list[bytes]) -> list[bytes]:

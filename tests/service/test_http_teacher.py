@@ -33,7 +33,7 @@ from tests.processes import wait_until
 from tests.refusals import refuses
 from tests.second_runner import small_student
 from tests.service.conftest import on_device
-from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts
+from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts, with_ids
 from tests.service.http_servers import VllmServer, http_teacher
 
 pytestmark = [pytest.mark.service, pytest.mark.cpu_only("vllm serve runs on the CPU here")]
@@ -201,13 +201,7 @@ def test_given_ids_of_the_second_runner(tmp_path: Path) -> None:
     """Fails if distill.support has other scores over HTTP than from a teacher server."""
     model = small_student(tmp_path / "model")
     n_vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    rng = np.random.default_rng(0)
-    asked = [
-        replace(
-            rollout, top_ids=np.array([rng.choice(n_vocab, 4, replace=False) for _ in rollout.response_ids], np.int32)
-        )
-        for rollout in random_rollouts(4, n_vocab, seed=2, response=(2, 12))
-    ]
+    asked = [with_ids(each, 4, n_vocab) for each in random_rollouts(4, n_vocab, seed=2, response=(2, 12))]
     trajectory = own_turns(asked[3])
     assert trajectory.own is not None and asked[3].top_ids is not None
     asked[3] = replace(trajectory, top_ids=asked[3].top_ids[trajectory.own])

@@ -37,10 +37,8 @@ def test_each_sequence_has_the_scores_of_a_request_of_its_own(
     for rollout, one, several, sampled in zip(rollouts, single, together, larger, strict=True):
         table, tokens = several.topk, np.concatenate([rollout.prompt_ids, rollout.response_ids])
         assert table is not None and sampled.topk is None
-        for got, expected in ((table.ids, one.ids), (table.logprobs, one.logprobs)):
-            np.testing.assert_array_equal(got, expected)
-        np.testing.assert_array_equal(table.tail, one.tail)
-        np.testing.assert_array_equal(table.counts, one.counts)
+        for name in ("ids", "logprobs", "tail", "counts"):
+            np.testing.assert_array_equal(getattr(table, name), getattr(one, name))
         for logprobs in (several.sampled_logprobs, sampled.sampled_logprobs):
             np.testing.assert_array_equal(logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
 
