@@ -21,7 +21,7 @@ from teacher_server.__main__ import main
 from teacher_server.cli.serve import status_command
 from tests.processes import is_alive, wait_until
 from tests.refusals import refuses
-from tests.service.commands import address, n_scored, run, sent_requests, wait_for_requests
+from tests.service.commands import address, n_scored, run, sent_requests, wait_for_requests, workers
 from tests.service.engine_host import save_biased_model
 from tests.service.harness import PATIENT, TRIVIAL, ServerProcess, command, connect, trivial_model
 
@@ -62,13 +62,13 @@ def test_status_shows_workers_and_their_gpus(server: ServerProcess) -> None:
     text = run("status", *address(server)).stdout
     assert "serving" in text and "math" in text and "code" in text
     status = json.loads(run("status", *address(server), "--json").stdout)
-    workers = {worker["teacher"]: worker for worker in status["workers"]}
-    assert {name: [gpu["id"] for gpu in worker["gpus"]] for name, worker in workers.items()} == {
+    found = {worker["teacher"]: worker for worker in status["workers"]}
+    assert {name: [gpu["id"] for gpu in worker["gpus"]] for name, worker in found.items()} == {
         "math": ["4"],
         "code": ["GPU-5"],
     }
-    assert {worker["pid"] for worker in workers.values()} == set(server.worker_pids)
-    assert all(0 <= worker["last_heard_s"] < 3 for worker in workers.values())
+    assert {worker["pid"] for worker in found.values()} == set(server.worker_pids)
+    assert all(0 <= worker["last_heard_s"] < 3 for worker in found.values())
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background of a script"])
@@ -163,8 +163,7 @@ def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
     model = trivial_model(tmp_path / "model")
     with ServerProcess(model, tmp_path, n_workers=2, options=PATIENT) as server:
         run("drain", *address(server), "--worker", "w0.0", "--wait")
-        status = json.loads(run("status", *address(server), "--json").stdout)
-        assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
+        assert workers(server) == {"w1.0"}
         drained, running = server.worker_pids
         wait_until(lambda: not is_alive(drained), 30.0, "exit of the drained worker")
         os.kill(running, signal.SIGSTOP)  # keeps its requests unfinished
@@ -199,8 +198,7 @@ def test_a_worker_that_crashes_while_it_is_drained(tmp_path: Path) -> None:
         output, error = waiting.communicate(timeout=30)
         assert waiting.returncode == 1 and b"w0.0" in error and not output
         wait_until(lambda: "has left" in server.log_text(), 30.0, "the supervisor's notice")
-        status = json.loads(run("status", *address(server), "--json").stdout)
-        assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
+        assert workers(server) == {"w1.0"}
 
 
 def test_sigusr1_drains(tmp_path: Path) -> None:

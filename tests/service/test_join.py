@@ -20,7 +20,7 @@ from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
 from tests.processes import FOREVER, is_alive, wait_until
-from tests.service.commands import address, n_scored, run, sent_requests
+from tests.service.commands import address, n_scored, run, sent_requests, workers
 from tests.service.harness import TRIVIAL, ServerProcess, command, trivial_model
 from tests.unit.test_server_settings import settings_of
 
@@ -47,11 +47,6 @@ def join(model: Path) -> Iterator[Join]:
     for process in started:
         process.kill()
         process.communicate(timeout=30)
-
-
-def workers(server: ServerProcess, *words: str) -> set[str]:
-    status = json.loads(run("status", *address(server), *words, "--json").stdout)
-    return {worker["name"] for worker in status["workers"]}
 
 
 def log_of(process: subprocess.Popen[str]) -> str:

@@ -80,11 +80,12 @@ def siblings(seed: int, n_prompt: int, lengths: list[int], vocab: int = VOCAB - 
     return batch
 
 
-def mixed() -> list[TokenSequence]:
+def mixed(*, with_given: bool) -> list[TokenSequence]:
     """Return groups whose prompts end before, at and behind the end of a block, and a sequence without siblings."""
     sizes = {1: [3, 3], 31: [5, 70], 32: [40, 1, 1], 33: [2, 2], 96: [64, 64, 64, 1], 150: [249, 249, 30]}
     batch = [s for seed, (n_prompt, lengths) in enumerate(sizes.items()) for s in siblings(seed, n_prompt, lengths)]
-    return [*batch, *siblings(99, 64, [10])]
+    batch += siblings(99, 64, [10])
+    return batch if with_given else [replace(sequence, given=None) for sequence in batch]
 
 
 def arrays_of(scores: list[TopKTable | np.ndarray]) -> list[np.ndarray]:
@@ -108,9 +109,7 @@ def test_vllm_scores_are_bit_equal_with_and_without_sharing(sharing: Ask, plain:
     """Fails if a hit of the cache reaches into the response (rows without hidden states), rows are shifted by it, or a
     repeated request, whose tokens are all cached, is scored differently.
     """
-    batch, params = mixed(), SIGNALS[name]
-    if name != "given":
-        batch = [replace(sequence, given=None) for sequence in batch]
+    batch, params = mixed(with_given=name == "given"), SIGNALS[name]
     expected = plain("score", batch, params)
     assert_equal(sharing("score", batch, params), expected)
     assert_equal(sharing("score", batch[::-1], params)[::-1], expected)
@@ -119,9 +118,7 @@ def test_vllm_scores_are_bit_equal_with_and_without_sharing(sharing: Ask, plain:
 @pytest.mark.parametrize("name", SIGNALS)
 def test_rows_of_own_tokens_are_bit_equal_with_sharing(sharing: Ask, plain: Ask, name: str) -> None:
     """Fails if a hit of the cache reaches into a turn of the student, or the rows behind an observation are shifted."""
-    batch, params = mixed(), SIGNALS[name]
-    if name != "given":
-        batch = [replace(sequence, given=None) for sequence in batch]
+    batch, params = mixed(with_given=name == "given"), SIGNALS[name]
     masks = masks_of(batch)
     asked = masked(batch, masks)
     expected = [own_rows(scored, mask) for scored, mask in zip(plain("score", batch, params), masks, strict=True)]
