@@ -97,7 +97,6 @@ def batch() -> list[ScoredChunk]:
 
 def _descending(scores: TeacherScores) -> TeacherScores:
     """Return the scores with the top-k sorted, as a teacher lists them."""
-    assert scores.topk is not None
     order = np.argsort(-scores.topk.logprobs, axis=1)
     ids, logprobs = (np.take_along_axis(t, order, 1) for t in (scores.topk.ids, scores.topk.logprobs))
     return TeacherScores(TopKTable(ids, logprobs, scores.topk.tail))

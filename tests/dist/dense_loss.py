@@ -56,7 +56,6 @@ def dense_losses(
         loss = rho * value + score - score.detach()
         losses = losses + term.weight * loss.masked_fill(~targets.on_policy, 0.0)
     if spec.has_rewards:
-        assert targets.advantages is not None
         advantages, (low, high) = targets.advantages.to(student.dtype), spec.reward_clip
         ratio = (student - targets.rollout_logprobs).exp()
         limited = torch.where(advantages > 0, ratio.clamp(max=1 + high), ratio.clamp(min=1 - low))
@@ -70,10 +69,8 @@ def _scaled_teacher(spec: LossSpec, targets: TokenTargets, teacher_logprobs: Ten
     """Return [N] logprobs whose k1 is G-OPD's: lambda (log p - log r) + log r."""
     sampled = targets.sampled_ids[:, None]
     teacher = targets.sampled_logprobs if teacher_logprobs is None else teacher_logprobs.gather(1, sampled)[:, 0]
-    assert teacher is not None
     if spec.teacher_reward_scale == 1:
         return teacher
-    assert targets.reference_logprobs is not None
     reference = targets.reference_logprobs.to(teacher.dtype)
     return spec.teacher_reward_scale * (teacher - reference) + reference
 
@@ -86,13 +83,11 @@ def dense_factors(
     sampled = targets.sampled_ids[:, None]
     if spec.token_weight == "position":
         log_p = targets.sampled_logprobs if teacher_logprobs is None else teacher_logprobs.gather(1, sampled)[:, 0]
-        assert log_p is not None
         gap = host(((log_q.gather(1, sampled)[:, 0] - log_p).abs() * targets.on_policy).double())
     elif spec.token_weight == "teachability":
         kl = forward_kl(*_outcomes(spec, targets, log_q, teacher_logprobs), LossTerm("forward_kl"))
         best = log_q.topk(min(N_SUPPORT, log_q.shape[1])).indices.tolist()
         mass = np.array([_mass(row, set(ids), targets, teacher_logprobs) for row, ids in enumerate(best)])
-    assert targets.sequences is not None
     factors = np.zeros(len(log_q))
     for sequence in set(targets.sequences.tolist()):
         rows = np.flatnonzero(host(targets.sequences) == sequence)
@@ -113,7 +108,6 @@ def _mass(row: int, best: set[int], targets: TokenTargets, teacher_logprobs: Ten
     """Return the teacher's probability of some tokens; of those in its list if it sent one."""
     if teacher_logprobs is not None:
         return float(teacher_logprobs[row].exp()[sorted(best)].sum())
-    assert targets.topk_ids is not None and targets.topk_logprobs is not None
     pairs = zip(targets.topk_ids[row].tolist(), targets.topk_logprobs[row].tolist(), strict=True)
     return sum(math.exp(log_p) for token, log_p in pairs if token in best)
 
@@ -125,7 +119,6 @@ def _between_quantiles(values: np.ndarray) -> np.ndarray:
 
 def _residual(spec: LossSpec, targets: TokenTargets, student: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Return [N] with the value and gradient of the residual."""
-    assert targets.topk_ids is not None and targets.sampled_logprobs is not None
     outside = targets.on_policy & ~(targets.topk_ids == targets.sampled_ids[:, None]).any(dim=1)
     rho = (student - targets.rollout_logprobs).exp().detach()
     rho = rho.clamp(max=spec.importance_clip) if spec.importance_clip else rho
@@ -140,7 +133,6 @@ def _outcomes(
 ) -> tuple[Tensor, Tensor]:
     if teacher_logprobs is not None:
         return log_q, teacher_logprobs.to(log_q.dtype)
-    assert targets.topk_ids is not None and targets.topk_logprobs is not None
     picked = log_q.gather(1, targets.topk_ids.clamp(min=0))
     listed = targets.topk_ids >= 0
     return outcome_tables(picked, targets.topk_logprobs, spec.tail, listed=listed, tail_mass=targets.tail_mass)

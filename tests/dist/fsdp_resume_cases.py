@@ -62,9 +62,8 @@ def in_two(root: Path, rank: int) -> tuple[dict[str, Any], dict[Any, Any], dict[
 
 def save_in_one(root: Path) -> dict[str, Any]:
     """Save in a world of one rank, which is this process."""
-    with_names = [saved for saved, _ in OTHER_WORLD]
     with group_of_one():
-        return save_all(root, 0, 1, with_names)
+        return save_all(root, 0, 1, [saved for saved, _ in OTHER_WORLD])
 
 
 def resume_in_one(root: Path) -> dict[Any, Any]:

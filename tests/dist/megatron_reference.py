@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.types import MicroBatch, TokenTargets
+from gkd.types import MicroBatch, Rollout, TokenTargets
 
 VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 PAD = 16  # occurs inside sequences, as the end-of-turn token of models that pad with it
@@ -24,91 +25,56 @@ KINDS = ("qwen3", "qwen2_tied", "llama3_rope", "smollm3", "olmo2", "ministral3",
 MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "glm4_moe", "mixtral")
 
 
+def _architecture(kind: str, n_layers: int, head_dim: int) -> tuple[str, dict[str, Any]]:
+    """Return the beginning of the names of the classes of transformers, and settings of their config."""
+    of_layers = ["sliding_attention", "full_attention"] * (n_layers // 2)
+    gemma3_rope = {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    }
+    llama3_rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0}
+    llama3_rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+    no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    glm4 = {"routed_scaling_factor": 1.5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    glm4 |= {"n_shared_experts": 2, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+    qwen2_moe = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
+    qwen2_moe |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}
+    qwen3_moe = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+    untied, padding, head = {"tie_word_embeddings": False}, {"pad_token_id": PAD}, {"head_dim": 16}
+    gemma3 = {"sliding_window": 5, "layer_types": of_layers, "query_pre_attn_scalar": 7, "rope_parameters": gemma3_rope}
+    return {
+        "qwen3": ("Qwen3", untied | {"head_dim": head_dim, "rope_theta": 1e6}),
+        "qwen2_tied": ("Qwen2", padding | {"tie_word_embeddings": True, "rope_theta": 5e4}),
+        "llama3_rope": ("Llama", untied | {"rope_parameters": llama3_rope}),
+        "mistral": ("Mistral", untied | head | {"sliding_window": 6}),
+        "gemma3_text": ("Gemma3", gemma3 | padding | head),
+        "smollm3": ("SmolLM3", no_ids | {"no_rope_layers": [1, 0] * n_layers}),
+        "ministral3": ("Ministral3", head | {"rope_parameters": yarn}),
+        "seed_oss": ("SeedOss", head | padding),
+        "olmo2": ("Olmo2", padding),
+        "glm4_moe": ("Glm4Moe", glm4 | head | {"attention_bias": True, "use_qk_norm": True}),
+        "qwen2_moe": ("Qwen2Moe", qwen2_moe | untied),
+        "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3}),
+        "qwen3_moe": ("Qwen3Moe", qwen3_moe | untied | {"norm_topk_prob": True, "mlp_only_layers": []}),
+        "qwen3_moe_mixed": ("Qwen3Moe", qwen3_moe | untied | {"norm_topk_prob": False, "mlp_only_layers": [0]}),
+    }[kind]
+
+
 def make_hf_folder(
     folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, n_layers: int = 2, head_dim: int = 16
 ) -> Path:
     """Save a randomly initialized HF model in `folder`, with random norms and biases so that each has an effect."""
     import transformers as tf
 
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-    }
+    sizes = {"rms_norm_eps": 1e-6, "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": n_layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 64}
     torch.manual_seed(sum(map(ord, kind)))
-    experts: dict[str, Any]
-    if kind == "qwen3":
-        config = tf.Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False, rope_theta=1e6)
-        model = tf.Qwen3ForCausalLM(config)
-    elif kind == "qwen2_tied":
-        model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes, tie_word_embeddings=True, rope_theta=5e4, pad_token_id=PAD))
-    elif kind == "llama3_rope":
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters=rope))
-    elif kind == "mistral":
-        config = tf.MistralConfig(**sizes, head_dim=16, tie_word_embeddings=False, sliding_window=6)
-        model = tf.MistralForCausalLM(config)
-    elif kind == "gemma3_text":
-        rope = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
-        rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e2}
-        types = ["sliding_attention", "full_attention"] * (n_layers // 2)
-        options = {"sliding_window": 5, "layer_types": types, "query_pre_attn_scalar": 7, "pad_token_id": PAD}
-        model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**sizes, **options, head_dim=16, rope_parameters=rope))
-    elif kind == "smollm3":
-        none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        model = tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**sizes, **none, no_rope_layers=[1, 0] * n_layers))
-    elif kind == "ministral3":
-        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4}
-        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
-        config = tf.Ministral3Config(**sizes, head_dim=16, rope_parameters=rope)
-        model = tf.Ministral3ForCausalLM(config)
-    elif kind == "seed_oss":
-        model = tf.SeedOssForCausalLM(tf.SeedOssConfig(**sizes, head_dim=16, pad_token_id=PAD))
-    elif kind == "olmo2":
-        model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, pad_token_id=PAD))
-    elif kind == "glm4_moe":
-        experts = {
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 2,
-        }
-        experts |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
-        config = tf.Glm4MoeConfig(**sizes, **experts, head_dim=16, attention_bias=True, use_qk_norm=True)
-        model = tf.Glm4MoeForCausalLM(config)
-    elif kind == "qwen2_moe":
-        experts = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
-        experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}
-        config = tf.Qwen2MoeConfig(**sizes, **experts, tie_word_embeddings=False)
-        model = tf.Qwen2MoeForCausalLM(config)
-    elif kind == "mixtral":
-        model = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, num_local_experts=6, num_experts_per_tok=3))
-    elif kind in MOE_KINDS:
-        mixed = kind == "qwen3_moe_mixed"
-        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        config = tf.Qwen3MoeConfig(
-            **sizes,
-            **experts,
-            head_dim=16,
-            tie_word_embeddings=False,
-            norm_topk_prob=not mixed,
-            mlp_only_layers=[0] if mixed else [],
-        )
-        model = tf.Qwen3MoeForCausalLM(config)
-    else:
-        raise ValueError(kind)
+    name, settings = _architecture(kind, n_layers, head_dim)
+    config = getattr(tf, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    model = getattr(tf, f"{name}ForCausalLM")(config(**sizes, **settings))
     with torch.no_grad():
         for name, param in (*model.named_parameters(), *_corrections(model)):
             if param.ndim == 1:
@@ -160,26 +126,6 @@ def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
     return batches
 
 
-def pack(batch: MicroBatch) -> MicroBatch:
-    """Concatenate the sequences of a micro-batch in a single row, without padding."""
-    width = batch.tokens.shape[1]
-    tokens, positions, rows, borders = [], [], [], [0]
-    for b, row in enumerate(batch.tokens):
-        own_rows = batch.loss_index[batch.loss_index // width == b] % width
-        length = int(own_rows.max()) + 2  # the last row predicts the last token
-        tokens.append(row[:length])
-        positions.append(torch.arange(length))
-        rows.append(own_rows + borders[-1])
-        borders.append(borders[-1] + length)
-    return MicroBatch(
-        tokens=torch.cat(tokens)[None],
-        position_ids=torch.cat(positions)[None],
-        loss_index=torch.cat(rows),
-        targets=batch.targets,
-        cu_seqlens=torch.tensor(borders, dtype=torch.int32),
-    )
-
-
 def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return the sum over loss rows of KL(teacher || student) on K + 1 outcomes, from [B, S, V] logits."""
     targets = batch.targets
@@ -221,6 +167,19 @@ def read_model(folder: Path, **options: Any) -> Any:
     model = auto.from_pretrained(folder, **options)
     model.get_input_embeddings().padding_idx = None
     return model
+
+
+@torch.no_grad()
+def logprob_rows(model: Any, rollout: Rollout, temperature: float = 1.0, n_vocab: int | None = None) -> Tensor:
+    """Return [R, V] logprobs of a model of transformers at each response token, given all tokens before it."""
+    tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+    logits = model(tokens[None]).logits[0, len(rollout.prompt_ids) - 1 : -1, :n_vocab]
+    return (logits / temperature).log_softmax(-1)
+
+
+def response_logprobs(rows: Tensor, rollout: Rollout) -> np.ndarray:
+    """Return [R], those of the response tokens."""
+    return rows.gather(-1, torch.from_numpy(rollout.response_ids).long()[:, None])[:, 0].numpy()
 
 
 def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None) -> Reference:
@@ -266,7 +225,9 @@ def save_references(
     return root
 
 
-def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_masters: bool = True) -> list[float]:
+def train_bf16_reference(
+    folder: Path, n_steps: int, *, n_batches: int, lr: float = LR, keep_masters: bool = True
+) -> list[float]:
     """Return the token mean of each step in bfloat16, with float32 main weights and float32 sums of gradients.
 
     Args:
@@ -280,7 +241,7 @@ def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_mas
         {"params": [p for p in masters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in masters if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS)
     losses = []
     for step in range(n_steps):
         batches = make_micro_batches(step % n_batches)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gkd.types import MicroBatch
 from tests.device import rank_device
-from tests.dist.megatron_reference import CLIP, Reference, make_micro_batches, pack
-from tests.dist.student_cases import grads_of, step_in_parts, weights
+from tests.dist.megatron_reference import CLIP, Reference, make_micro_batches
+from tests.dist.student_cases import grads_of, packed, share, step_in_parts, weights
 
 N_STEPS = 5
 
@@ -50,22 +50,14 @@ def measure(student: Any, folder: Path) -> dict[str, Any]:
     result["n_tokens"] = [s.n_loss_tokens for s in stats]
     result["teacher_mass"] = stats[0].extra["loss/teacher_topk_mass"]
     # Without padding, experts process the same tokens in other batches.
-    packed = student.evaluate([pack(batch) for batch in own]).loss
-    result["packed_diff"] = abs(packed - student.evaluate(own).loss)
+    of_packs = student.evaluate([packed(batch) for batch in own]).loss
+    result["packed_diff"] = abs(of_packs - student.evaluate(own).loss)
     return result
 
 
 def share_of(layout: Any, step: int) -> list[MicroBatch]:
-    """Return three micro-batches for DP rank 0 and one for DP rank 1: unequal counts on purpose.
-
-    With experts, ranks must run equally many.
-    """
-    batches = make_micro_batches(step)
-    if layout.dp == 1:
-        return batches
-    if layout.dp_rank == 0:
-        return batches[:3]
-    return batches[3:] if layout.dp_rank == 1 else []
+    """Return a DP rank's share. With experts, ranks must run equally many."""
+    return share(make_micro_batches(step), layout.dp_rank, layout.dp)
 
 
 def reference_of(folder: Path) -> Reference:

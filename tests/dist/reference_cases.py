@@ -21,7 +21,7 @@ from gkd.types import Rollout, TeacherScores
 from tests.device import host, kind, rank_device
 from tests.dist.frozen_cases import sequences
 from tests.dist.helpers import caught
-from tests.dist.megatron_reference import VOCAB
+from tests.dist.megatron_reference import VOCAB, logprob_rows, response_logprobs
 from tests.dist.peft_reference import LORA
 
 TEMPERATURE = 0.8
@@ -144,11 +144,4 @@ def plain_logprobs(folder: Path) -> list[np.ndarray]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
-    found = []
-    for rollout in rollouts():
-        ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
-        with torch.inference_mode():
-            table = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        first = len(rollout.prompt_ids)
-        found.append(table[first - 1 : -1].gather(1, ids[first:, None])[:, 0].numpy())
-    return found
+    return [response_logprobs(logprob_rows(model, rollout, TEMPERATURE), rollout) for rollout in rollouts()]

@@ -114,9 +114,18 @@ def with_nan(batch: MicroBatch) -> MicroBatch:
     return replace(batch, targets=replace(targets, topk_logprobs=targets.topk_logprobs * float("nan")))
 
 
+def with_hidden(batch: MicroBatch, width: int) -> MicroBatch:
+    """Return a copy with hidden states of the teacher, which depend on the tokens alone, in place of its top-k."""
+    assert batch.targets is not None
+    generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
+    hidden = torch.randn((batch.n_loss_tokens, width), generator=generator)
+    targets = replace(batch.targets, topk_ids=None, topk_logprobs=None, tail_mass=None, hidden=hidden)
+    return replace(batch, targets=targets)
+
+
 def share(batches: list[MicroBatch], rank: int, world_size: int) -> list[MicroBatch]:
-    """Return all micro-batches but one for rank 0 and that one for rank 1: unequal counts on purpose."""
-    return batches if world_size == 1 else batches[:-1] if rank == 0 else batches[-1:]
+    """Return all micro-batches but one for rank 0, that one for rank 1, and none for others: unequal on purpose."""
+    return batches if world_size == 1 else [batches[:-1], batches[-1:], []][min(rank, 2)]
 
 
 def step_in_parts(student: Any, batches: Sequence[MicroBatch]) -> Any:

@@ -64,11 +64,6 @@ class Pair:
         shards = [param.to_local().data_ptr() for m in self.frozen for param in m.model.parameters()]  # type: ignore[attr-defined]
         return self.models.device_bytes(), shards
 
-    def head(self) -> np.ndarray:
-        head = self.student.loss.teacher_head
-        assert head is not None
-        return host(head).copy()
-
 
 def save_them(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Write a checkpoint of each kind. Return the teachers' weights at the save, and one step later."""
@@ -97,7 +92,7 @@ def load_them(rank: int, world_size: int, root: Path, saved_by: int) -> dict[str
         loaded = pair.weights()
         out[f"{name} in place"] = pair.residency() == before
         if name == "ema":
-            out["head"] = pair.head()
+            out["head"] = host(pair.student.loss.teacher_head).copy()
             out["refused"] = [
                 caught(lambda p=pair, n=n: p.models.load(root / f"{n}_{saved_by}"))  # type: ignore[misc]
                 for n in ("alone", "tied")

@@ -61,7 +61,6 @@ def _with_nan(share: Share, table: str) -> Share:
     """Put NaNs into the second sequence's scores: its top-k ("topk") or its sampled tokens ("sampled")."""
     rollouts, scores = share
     topk, sampled = scores[1].topk, scores[1].sampled_logprobs
-    assert topk is not None and sampled is not None
     nan = np.float32(np.nan)
     bad = replace(scores[1], sampled_logprobs=sampled * nan)
     if table == "topk":

@@ -62,8 +62,6 @@ def _batches(packing: bool) -> list[Any]:
     """Return micro-batches with ids that all families have."""
     fitted = []
     for batch in reference_batches(0):
-        assert batch.targets is not None
-        assert batch.targets.topk_ids is not None
         wanted = replace(batch.targets, sampled_ids=batch.targets.sampled_ids % N_BYTES)
         ids = torch.arange(batch.targets.topk_ids.shape[1]).expand_as(batch.targets.topk_ids).clone()
         fitted.append(replace(batch, tokens=batch.tokens % N_BYTES, targets=replace(wanted, topk_ids=ids)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,10 @@ class Met(GkdError):
     """All ranks were there at the same time."""
 
 
-class Lines(logging.Handler):
-    """Keep the messages of a rank's logger."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def meet(name: str, lines: Lines, folder: Path) -> None:
+def meet(name: str, lines: BufferingHandler, folder: Path) -> None:
     """Write what this rank has logged, and wait for the files of all others. Raises Met."""
     part = folder / f"{name}.part"
-    part.write_text("\n".join(lines.messages))
+    part.write_text("\n".join(record.getMessage() for record in lines.buffer))
     part.rename(folder / f"{name}.met")
     wait_until(lambda: len(list(folder.glob("*.met"))) == len(GPUS), LIMIT_S, f"{name} is alone")
     raise Met(name)
@@ -58,7 +46,8 @@ def meet(name: str, lines: Lines, folder: Path) -> None:
 class Rank(ActorWorker):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self._lines = Lines(self._log)
+        self._lines = BufferingHandler(1000)
+        self._log.addHandler(self._lines)
 
     def _build_student(self, total_steps: int, timeout_s: float) -> Any:
         meet(f"actor worker {self._rank}", self._lines, Path(self._config.trainer.run_dir))
@@ -67,7 +56,8 @@ class Rank(ActorWorker):
 class Engine(RolloutWorker):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self._lines = Lines(self._log)
+        self._lines = BufferingHandler(1000)
+        self._log.addHandler(self._lines)
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
         super()._set_up(config, device, run_dir)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gkd.types import Rollout
-from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
+from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.wire.table import TopKTable
 from tests.dist.frozen_cases import (
     CUT,
@@ -35,8 +35,8 @@ from tests.dist.frozen_cases import (
 from tests.dist.helpers import Measured, group_of_one, run_ranks
 from tests.dist.hf_models import IMAGE_KINDS, make_model_folder
 from tests.dist.local_teacher_cases import INDICES
-from tests.dist.megatron_reference import VOCAB, make_hf_folder, read_model
-from tests.service.engine_host import own_rows
+from tests.dist.megatron_reference import VOCAB, logprob_rows, make_hf_folder, read_model, response_logprobs
+from tests.service.engine_host import own_rows, score
 
 pytestmark = pytest.mark.dist
 WORLDS = (1, 2)
@@ -85,13 +85,7 @@ def engine_scores(
         TokenSequence(np.concatenate([s.prompt_ids, s.response_ids]), len(s.prompt_ids), s.top_ids)
         for s in rollouts or sequences()
     ]
-
-    def whole(scored: Any) -> Any:
-        if isinstance(scored, TopKTable | np.ndarray):
-            return scored
-        return np.concatenate([rows for _, _, rows in stream_rows(scored, 1000)])
-
-    return [[whole(scored) for scored in engine.score(batch, each)] for each in params]
+    return [score(engine, batch, each) for each in params]
 
 
 def difference(one: Any, two: Any) -> float:
@@ -137,12 +131,8 @@ def test_sampled_logprobs_are_right_in_float64(root: Path, ranks: Any, world_siz
     batch = sequences()
     for rank, indices in enumerate(by_rank):
         for index, tables in zip(indices, ranks[world_size][rank]["scores"][kind, name], strict=True):
-            ids = torch.from_numpy(np.concatenate([batch[index].prompt_ids, batch[index].response_ids]).astype(int))
-            first = len(batch[index].prompt_ids)
-            with torch.inference_mode():
-                logits = plain(input_ids=ids[None]).logits[0, first - 1 : -1, :CUT]
-            expected = (logits / PARAMS[at].temperature).log_softmax(-1).gather(1, ids[first:, None])[:, 0]
-            np.testing.assert_allclose(tables[at], expected.numpy(), atol=2e-5, rtol=0)
+            rows = logprob_rows(plain, batch[index], PARAMS[at].temperature, CUT)
+            np.testing.assert_allclose(tables[at], response_logprobs(rows, batch[index]), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

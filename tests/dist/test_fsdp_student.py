@@ -22,15 +22,11 @@ from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume
 from tests.dist.helpers import caught, group_of_one, run_ranks
 from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
 from tests.dist.megatron_reference import (
-    BETAS,
-    CLIP,
-    EPS,
     VOCAB,
-    WEIGHT_DECAY,
-    dense_bucket_loss_sum,
     make_hf_folder,
     make_micro_batches,
     read_model,
+    train_bf16_reference,
     train_reference,
 )
 from tests.dist.peft_reference import LORA, train_peft
@@ -46,38 +42,6 @@ BF16_LR = 2e-4
 ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": True, "mamba": True, "gpt_oss": True}
 ARCHITECTURES |= {"gpt_neox": True, "qwen3_moe": True, "mixtral": True}
 CONV1D_LORA = LoraConfig(rank=4, alpha=8.0, targets=["c_attn", "c_proj"])
-
-
-def _train_bf16(folder: Path, n_steps: int) -> list[float]:
-    """Return the losses of a bfloat16 model with float32 main weights and gradients."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    params = list(model.parameters())
-    mains = [param.detach().float().requires_grad_() for param in params]
-    groups = [
-        {"params": [m for m in mains if m.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [m for m in mains if m.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer, losses = torch.optim.AdamW(groups, lr=BF16_LR, betas=BETAS, eps=EPS), []
-    for step in range(n_steps):
-        batches = make_micro_batches(step % 4)
-        n_tokens, total = sum(b.n_loss_tokens for b in batches), 0.0
-        optimizer.zero_grad()
-        for batch in batches:
-            model.zero_grad()
-            loss = dense_bucket_loss_sum(model(batch.tokens).logits, batch) / n_tokens
-            loss.backward()
-            total += float(loss.detach())
-            for main, param in zip(mains, params, strict=True):
-                main.grad = param.grad.float() if main.grad is None else main.grad + param.grad.float()
-        torch.nn.utils.clip_grad_norm_(mains, CLIP)
-        optimizer.step()
-        with torch.no_grad():
-            for main, param in zip(mains, params, strict=True):
-                param.copy_(main)
-        losses.append(total)
-    return losses
 
 
 def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
@@ -213,7 +177,6 @@ def _measure_bad_batches(student: Any, rank: int) -> dict[str, tuple[str, str]]:
     """Return the error of each malformed micro-batch on rank 1, and the step count before and after a good step."""
     good = packed(make_micro_batches(0)[1])
     targets = good.targets
-    assert targets is not None and targets.topk_ids is not None
     outside = good.tokens.clone()
     outside[0, 0] = VOCAB
     cases = {
@@ -308,7 +271,7 @@ def test_twenty_steps(ranks: Any, root: Path, kind: str) -> None:
 
 def test_bfloat16(ranks: Any, root: Path) -> None:
     """Fails if main weights, gradients or optimizer are not float32, or the export is not what was loaded."""
-    reference = _train_bf16(root / "qwen3_bf16", N_CURVE)
+    reference = train_bf16_reference(root / "qwen3_bf16", N_CURVE, n_batches=4, lr=BF16_LR)
     for rank in ranks:
         assert rank["bf16"] == pytest.approx(reference, abs=2e-3)
         assert rank["bf16_round_trip"]

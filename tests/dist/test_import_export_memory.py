@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.device import rank_device
 from tests.dist.helpers import run_ranks
+from tests.random_models import save_random
 
 N_LAYERS, HIDDEN, FFN, VOCAB, N_EXPERTS = 12, 64, 256, 501, 4  # no tensor is larger than a layer
-KINDS = ("dense", "experts")
 # name -> (tp, pp, ep, kind), all of two processes
 CASES = {"tp2": (2, 1, 1, "dense"), "pp2": (1, 2, 1, "dense"), "ep2": (1, 1, 2, "experts"), "dp2": (1, 1, 1, "experts")}
 pytestmark = pytest.mark.dist
@@ -56,26 +56,6 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _save_model(folder: Path, kind: str) -> None:
-    import transformers as tf
-
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": N_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-    }
-    if kind == "dense":
-        tf.Qwen3ForCausalLM(tf.Qwen3Config(**sizes)).save_pretrained(folder)
-    else:
-        experts = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": FFN // 4}
-        tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder)
-
-
 def _measure(rank: int, world_size: int, root: Path) -> dict[str, dict[str, int]]:
     """Return, in a rank, the peak bytes of import, export and saving by case."""
     from megatron.core import parallel_state
@@ -109,8 +89,10 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, dict[str, int]
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, dict[str, int]]]]:
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("memory")
-    for kind in KINDS:
-        _save_model(root / kind, kind)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": N_LAYERS}
+    experts = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": FFN // 4}
+    save_random(root / "dense", **sizes, head_dim=16)
+    save_random(root / "experts", "Qwen3Moe", **sizes, **experts, head_dim=16)
     return root, run_ranks(_measure, 2, root, timeout_s=120.0)
 
 

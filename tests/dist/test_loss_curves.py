@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from gkd.types import MicroBatch
 from tests.dist.helpers import destroy_groups, run_ranks
-from tests.dist.megatron_reference import Reference, make_micro_batches, pack, save_references, train_bf16_reference
-from tests.dist.student_cases import build_student, grads_of, step_in_parts
+from tests.dist.megatron_reference import Reference, make_micro_batches, save_references, train_bf16_reference
+from tests.dist.student_cases import build_student, grads_of, packed, share, step_in_parts
 
 pytestmark = pytest.mark.dist
 N_STEPS = 20
@@ -141,16 +141,14 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
 
 
 def _mine(step: int, *, case: Case, layout: Any) -> list[MicroBatch]:
-    """Return three of the four micro-batches for DP rank 0, the last for DP rank 1: unequal counts on purpose."""
+    """Return a DP rank's share of a step's micro-batches."""
     batches = make_micro_batches(step % N_BATCHES)
     if case.packed:
-        batches = [pack(batch) for batch in batches]
+        batches = [packed(batch) for batch in batches]
     if case.mistake == "loss_index + 1":
         for batch in batches:
             batch.loss_index = batch.loss_index + 1
-    if layout.dp == 1:
-        return batches
-    return batches[:3] if layout.dp_rank == 0 else batches[3:]
+    return share(batches, layout.dp_rank, layout.dp)
 
 
 def _reduce_nothing(model: Any, num_tokens: Any = None, **_: Any) -> None:

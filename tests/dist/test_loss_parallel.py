@@ -124,9 +124,7 @@ def make_case(vocab: int, tp: int, dtype: torch.dtype) -> Case:
 
     rows = -(-vocab // tp)
     borders = {min(max(r * rows + d, 0), vocab - 1) for r in range(tp + 1) for d in (-1, 0)}
-    edges = torch.tensor(
-        sorted(borders)[: vocab - 1]
-    )  # not the whole vocabulary, so that there is mass outside the list
+    edges = torch.tensor(sorted(borders)[: vocab - 1])  # not the whole vocabulary: there is mass outside the list
     topk_ids = torch.stack([edges[torch.randperm(len(edges), generator=generator)] for _ in range(N)])
     topk_ids[3, 1:] = -1
     topk_ids[N - 1, len(edges) // 2 + 1 :] = -1
@@ -169,7 +167,6 @@ def _dense(case: Case, spec: LossSpec, targets: TokenTargets) -> tuple[Tensor, T
     losses = dense_losses(spec, targets, logits, log_p)
     loss = (losses if spec.token_weight == "none" else losses * dense_factors(spec, targets, logits, log_p)).sum()
     (loss * SCALE).backward()
-    assert hidden.grad is not None and head.grad is not None
     return loss.detach(), hidden.grad, head.grad
 
 
@@ -196,7 +193,6 @@ def _difference(case: Case, spec: LossSpec, signal: Signal, fused: bool, rank: i
     else:
         value, sums = loss.from_logits(hidden @ head.T, targets)
     (value * SCALE).backward()
-    assert hidden.grad is not None and head.grad is not None
     if not fused and tp > 1:  # done by a column-parallel LM head
         dist.all_reduce(hidden.grad)
     expected, hidden_grad, head_grad = _dense(case, spec, targets)
@@ -220,7 +216,6 @@ def same_on_all_ranks(rank: int, world_size: int) -> bool:
     loss = _distill_loss(case, spec, "hidden", rank, world_size)
     value, sums = loss.from_hidden(hidden, head, case.targets(spec, "hidden"))
     value.backward()
-    assert hidden.grad is not None
     own = torch.cat([value.detach()[None].double(), sums, hidden.grad.flatten().double()])
     largest = own.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -48,7 +48,6 @@ def _batches(signal: Signal) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(4)
     for batch in batches:
         targets = batch.targets
-        assert targets is not None
         n_rows = len(targets)
         targets.on_policy = (batch.loss_index // batch.tokens.shape[1] + n_rows) % 3 != 0
         targets.rollout_logprobs = targets.on_policy * (torch.rand(n_rows, generator=generator) - 7.0)
@@ -66,7 +65,6 @@ def _reference(folder: Path, signal: Signal) -> tuple[float, dict[str, Tensor]]:
     total, n_tokens = torch.zeros(()), 0
     for batch in _batches(signal):
         targets = batch.targets
-        assert targets is not None
         logits = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index]
         log_p = None
         if targets.hidden is not None:
@@ -111,7 +109,6 @@ def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
     install_cpu_shim()
     (batch,) = make_micro_batches(7, count=1)
     targets = batch.targets
-    assert targets is not None
     n_positions, width, rows = 8, 6, (VOCAB + 1) // 2  # the sequence plus one position, which is divisible
     generator = torch.Generator().manual_seed(7)
     hidden, head = (
@@ -125,7 +122,6 @@ def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
 
     dense, dense_head = hidden.clone().requires_grad_(), head[:VOCAB].clone().requires_grad_()
     dense_losses(spec, targets, dense[batch.loss_index, 0] @ dense_head.T).sum().backward()
-    assert dense.grad is not None and dense_head.grad is not None
     off = {}
     for reduce_hidden_grad in (False, True):
         part = hidden.chunk(world_size)[rank].clone().requires_grad_()
@@ -135,7 +131,6 @@ def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
             whole[batch.loss_index, 0], own_head, targets, reduce_hidden_grad=reduce_hidden_grad
         )
         value.backward()
-        assert part.grad is not None and own_head.grad is not None
         n_real = loss.shard.n_columns(rows)
         off[f"hidden {reduce_hidden_grad}"] = float((part.grad - dense.grad.chunk(world_size)[rank]).abs().max())
         off[f"head {reduce_hidden_grad}"] = float(

@@ -33,12 +33,8 @@ LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "tp2": (2, 1, 1, ("mistral", "smollm3", "ministral3")),
     "pp2": (1, 2, 1, MOE_KINDS[1:2]),
     "dp2": (1, 1, 1, MOE_KINDS[:1]),
-    "tp2_sp": (
-        2,
-        1,
-        1,
-        (*MOE_KINDS[1:4], "olmo2", "gemma3_text"),
-    ),  # Megatron requires sequence parallelism for experts with TP
+    # Megatron requires sequence parallelism for experts with TP.
+    "tp2_sp": (2, 1, 1, (*MOE_KINDS[1:4], "olmo2", "gemma3_text")),
     "ep2": (1, 1, 2, MOE_KINDS),
 }
 # name -> (tp, pp, ep, processes), not run in CI. In the last one, TP peers belong to different EP groups.

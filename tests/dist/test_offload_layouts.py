@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from gkd.types import MicroBatch
 from tests.device import host, rank_device
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches
-from tests.dist.student_cases import build_student, share, weights
+from tests.dist.student_cases import build_student, share, weights, with_hidden
 
 pytestmark = pytest.mark.dist
 
@@ -143,7 +142,7 @@ class _Run:
     def batches(self, step: int) -> list[MicroBatch]:
         batches = make_micro_batches(step)
         if self.signal == "hidden":
-            batches = [_with_hidden(batch) for batch in batches]
+            batches = [with_hidden(batch, TEACHER_WIDTH) for batch in batches]
         return batches if self.is_split else share(batches, self.rank, N_RANKS)
 
 
@@ -158,16 +157,6 @@ def _on_device(student: Any) -> dict[str, int]:
                 sizes[kind] += storage.nbytes()
                 seen.add(storage.data_ptr())
     return sizes
-
-
-def _with_hidden(batch: MicroBatch) -> MicroBatch:
-    """Replace the teacher's top-k by hidden states."""
-    targets = batch.targets
-    assert targets is not None
-    hidden = torch.randn(
-        (len(targets), TEACHER_WIDTH), generator=torch.Generator().manual_seed(int(batch.tokens.sum()))
-    )
-    return replace(batch, targets=replace(targets, topk_ids=None, topk_logprobs=None, tail_mass=None, hidden=hidden))
 
 
 @pytest.mark.parametrize("name", CASES)

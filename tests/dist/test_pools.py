@@ -172,7 +172,6 @@ def test_gpus_of_another_job_are_waited_for(address: str, cluster: Cluster, gkd_
     """
     command = [sys.executable, "-c", OTHER_JOB, address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None and other.stdout is not None
         try:
             assert other.stdout.readline() == "held\n"
             with pytest.raises(ClusterError) as caught:

@@ -119,7 +119,6 @@ def _reference(folder: Path) -> dict[str, Any]:
     total, n_tokens = torch.zeros((), dtype=torch.float64), 0
     for rollout, scores in zip(*scored_batch(), strict=True):
         score = scores.topk
-        assert score is not None
         tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()[None]
         logits = model(tokens).logits[0]
         own = range(len(rollout.response_ids)) if rollout.own is None else rollout.own.nonzero()[0].tolist()

@@ -5,7 +5,6 @@ What this does not prove: tensor and pipeline parallelism (test_megatron_parity.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 
 from gkd.types import MicroBatch
 from tests.dist.helpers import Measured, caught, run_ranks
-from tests.dist.megatron_reference import VOCAB, Reference, make_micro_batches, save_references
+from tests.dist.megatron_reference import VOCAB, make_micro_batches, save_references
+from tests.dist.parity_cases import reference_of
 from tests.dist.student_cases import (
     as_numpy,
     build_student,
@@ -24,6 +24,7 @@ from tests.dist.student_cases import (
     share,
     step_in_parts,
     weights,
+    with_hidden,
     with_nan,
 )
 
@@ -150,20 +151,8 @@ def _hidden_signal(student: Any, batches: list[MicroBatch]) -> dict[str, Any]:
     out["short_head"] = caught(lambda: student.set_teacher_head(head[:-1]))
     student.set_teacher_head(head)
     out["hidden_size"] = student.teacher_hidden_size
-    with_hidden = []
-    for batch in batches:
-        assert batch.targets is not None
-        hidden = _teacher_hidden(batch)
-        targets = replace(batch.targets, topk_ids=None, topk_logprobs=None, tail_mass=None, hidden=hidden)
-        with_hidden.append(replace(batch, targets=targets))
-    out["hidden_loss"] = student.evaluate(with_hidden).loss
+    out["hidden_loss"] = student.evaluate([with_hidden(batch, TEACHER_HIDDEN) for batch in batches]).loss
     return out
-
-
-def _teacher_hidden(batch: MicroBatch) -> torch.Tensor:
-    """Return [N, D] values that depend only on the batch."""
-    generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
-    return torch.randn((batch.n_loss_tokens, TEACHER_HIDDEN), generator=generator)
 
 
 def _resumes(build: Any, mine: Any, rank: int, folder: Path) -> bool:
@@ -183,11 +172,6 @@ def _resumes(build: Any, mine: Any, rank: int, folder: Path) -> bool:
     return at_load and all(goes_on) and same_weights(weights(first), weights(second))
 
 
-def _reference(root: Path, world_size: int) -> Reference:
-    reference: Reference = torch.load(root / f"{KINDS[world_size]}.pt", weights_only=False)
-    return reference
-
-
 def _hidden_reference(folder: Path) -> float:
     """Compute the token mean of KL(teacher || student) over the whole vocabulary, densely."""
     from transformers import AutoModelForCausalLM
@@ -198,7 +182,7 @@ def _hidden_reference(folder: Path) -> float:
     with torch.no_grad():
         for batch in make_micro_batches(0):
             log_q = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index].double().log_softmax(-1)
-            log_p = (_teacher_hidden(batch) @ head.T).double().log_softmax(-1)
+            log_p = (with_hidden(batch, TEACHER_HIDDEN).targets.hidden @ head.T).double().log_softmax(-1)
             total += float((log_p.exp() * (log_p - log_q)).sum())
             n_tokens += batch.n_loss_tokens
     return total / n_tokens
@@ -220,7 +204,7 @@ class TestContract:
         self, results: Any, references: Path, backend: str, world_size: int
     ) -> None:
         """Fails if loss, gradient, clipping, AdamW or weight decay differ from HF's model under torch's AdamW."""
-        reference = _reference(references, world_size)
+        reference = reference_of(references / KINDS[world_size])
         for rank in results[backend, world_size]:
             losses, norms, n_tokens, lrs = zip(*rank["stats"], strict=True)
             assert losses == pytest.approx(reference.losses, abs=1e-5)
@@ -230,7 +214,7 @@ class TestContract:
 
     def test_steps_in_parts(self, results: Any, references: Path, backend: str, world_size: int) -> None:
         """Fails if a part's gradients are lost, counted twice, divided by its own tokens, or kept after an error."""
-        reference = _reference(references, world_size)
+        reference = reference_of(references / KINDS[world_size])
         for rank in results[backend, world_size]:
             losses, norms, n_tokens = zip(*rank["in_parts"]["stats"], strict=True)
             assert losses == pytest.approx(reference.losses[:3], abs=1e-5)
@@ -240,19 +224,20 @@ class TestContract:
 
     def test_a_rank_without_data(self, results: Any, references: Path, backend: str, world_size: int) -> None:
         """Fails if a rank without micro-batches hangs the others or changes the mean."""
-        reference = _reference(references, world_size)
+        reference = reference_of(references / KINDS[world_size])
         for rank in results[backend, world_size]:
             assert rank["one_rank_has_all"] == pytest.approx(reference.losses[:2], abs=1e-5)
 
     def test_packed_is_padded(self, results: Any, references: Path, backend: str, world_size: int) -> None:
         """Fails if packed sequences attend to each other, or positions continue from one to the next."""
-        reference = _reference(references, world_size)
+        reference = reference_of(references / KINDS[world_size])
         for rank in results[backend, world_size]:
             assert rank["packed_losses"] == pytest.approx(reference.losses, abs=1e-5)
 
     def test_evaluation_changes_nothing(self, results: Any, references: Path, backend: str, world_size: int) -> None:
         """Fails if the loss differs from the step's, gradients or weights change, or rows are missing."""
-        reference, n_tokens = _reference(references, world_size), sum(b.n_loss_tokens for b in make_micro_batches(0))
+        reference = reference_of(references / KINDS[world_size])
+        n_tokens = sum(b.n_loss_tokens for b in make_micro_batches(0))
         for rank in results[backend, world_size]:
             first, second, step, same = rank["evaluations"]
             assert first == second == pytest.approx(reference.losses[0], abs=1e-5)

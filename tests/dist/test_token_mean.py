@@ -23,8 +23,8 @@ from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches, trained_on
 from gkd.data.collate import route_counts, sequence_weights
 from gkd.data.scatter import even_groups
-from gkd.types import Rollout, TeacherScores, VersionSpan
-from teacher_server.wire.table import TopKTable
+from gkd.types import Rollout, TeacherScores
+from tests.bench.student_case import random_sequences
 from tests.device import host
 from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_ranks
@@ -50,6 +50,7 @@ LAYOUTS = {"dp1_tp2": (2, 1, 1), "dp2": (1, 1, 2), "pp2": (1, 2, 1)}  # name -> 
 # Factors of the tokens, which hold for the sequence and so for no layout.
 WEIGHED = replace(SPEC, token_weight="teachability", token_share=0.6)
 SKIPPED = 7  # distill.skip_first_tokens; then the second of the uneven ranks has no loss token
+Sums = tuple[int, float, dict[str, np.ndarray]]  # of a sequence: loss tokens, sum of losses, its gradients
 BATCHES = ((1, False), (2, False), (8, False), (8, True))  # (micro-batch size, packed)
 
 
@@ -63,34 +64,19 @@ def _factors(size: int, packed: bool, fused: bool) -> tuple[str, ...]:
 def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
     """Return seven sequences, two of which are from the dataset."""
     rng = np.random.default_rng(11)
-    rollouts, scores = [], []
-    for i, (n_prompt, n_response) in enumerate(LENGTHS):
-        on_policy = i not in (1, 5)
-        written = rng.uniform(-8.0, -6.0, n_response) if on_policy else np.zeros(n_response)
-        rollouts.append(
-            Rollout(
-                prompt_id=i,
-                sample_index=i,
-                prompt_ids=rng.integers(0, VOCAB, n_prompt).astype(np.int32),
-                response_ids=rng.integers(0, VOCAB, n_response).astype(np.int32),
-                rollout_logprobs=written.astype(np.float32),
-                version_spans=(VersionSpan(0, n_response, 0),) if on_policy else (),
-                finish_reason="stop",
-                on_policy=on_policy,
-                route=ROUTE_OF[i],
-            )
-        )
-        ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n_response)]).astype(np.int32)
-        weights = rng.random((n_response, TOP_K)) + 0.05
-        probs = rng.uniform(0.3, 0.9, (n_response, 1)) * weights / weights.sum(1, keepdims=True)
-        topk = TopKTable(ids, np.log(probs).astype(np.float32), (1 - probs.sum(1)).astype(np.float32))
-        scores.append(TeacherScores(topk, rng.uniform(-8.0, -6.0, n_response).astype(np.float32)))
+    rollouts, scores = random_sequences(LENGTHS, rng, VOCAB, TOP_K)
+    for i, rollout in enumerate(rollouts):
+        written, sampled = rng.uniform(-8.0, -6.0, (2, len(rollout.response_ids))).astype(np.float32)
+        if i in (1, 5):
+            rollout = replace(rollout, on_policy=False, version_spans=())
+        else:
+            rollout = replace(rollout, rollout_logprobs=written)
+        rollouts[i] = replace(rollout, route=ROUTE_OF[i])
+        scores[i] = replace(scores[i], sampled_logprobs=sampled)
     return rollouts, scores
 
 
-def _per_sequence(
-    folder: Path, skipped: int = 0, spec: LossSpec = SPEC
-) -> list[tuple[int, float, dict[str, np.ndarray]]]:
+def _per_sequence(folder: Path, skipped: int = 0, spec: LossSpec = SPEC) -> list[Sums]:
     """Return (loss tokens, loss sum, gradients of the sum) of each sequence by itself, unpadded, on the HF model.
 
     Args:
@@ -102,7 +88,6 @@ def _per_sequence(
     measured = []
     for rollout, score in zip(*_scored_batch(), strict=True):
         (batch,) = make_micro_batches([rollout], [score], micro_batch_size=1)
-        assert batch.targets is not None
         logits = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index]
         losses = dense_losses(spec, batch.targets, logits)[skipped:]
         if spec.token_weight != "none":
@@ -115,36 +100,30 @@ def _per_sequence(
     return measured
 
 
-def _mean_of_means(
-    sequences: list[tuple[int, float, dict[str, np.ndarray]]], groups: list[list[int]]
-) -> tuple[float, dict[str, np.ndarray]]:
+def _weighted(sequences: list[Sums], factors: list[float]) -> tuple[float, dict[str, np.ndarray]]:
+    """Return loss and gradients of the sum over the sequences, each times its factor."""
+    pairs = list(zip(factors, sequences, strict=True))
+    grads = {name: sum(factor * grads[name] for factor, (_, _, grads) in pairs) for name in sequences[0][2]}
+    return sum(factor * total for factor, (_, total, _) in pairs), grads
+
+
+def _mean_of_means(sequences: list[Sums], groups: list[list[int]]) -> tuple[float, dict[str, np.ndarray]]:
     """Return loss and gradients of the mean of the groups' token means; with one group, the token mean."""
-    loss, grads = 0.0, {name: np.zeros_like(grad) for name, grad in sequences[0][2].items()}
-    for group in groups:
-        divisor = sum(sequences[i][0] for i in group) * len(groups)
-        for i in group:
-            loss += sequences[i][1] / divisor
-            for name, grad in sequences[i][2].items():
-                grads[name] += grad / divisor
-    return loss, grads
+    n_tokens = {i: sum(sequences[j][0] for j in group) for group in groups for i in group}
+    return _weighted(sequences, [1 / (n_tokens[i] * len(groups)) for i in range(len(sequences))])
 
 
-def _normalized(
-    sequences: list[tuple[int, float, dict[str, np.ndarray]]], normalize: str
-) -> tuple[float, dict[str, np.ndarray]]:
+def _normalized(sequences: list[Sums], normalize: str) -> tuple[float, dict[str, np.ndarray]]:
     """Return loss and gradients by the definition of distill.normalize."""
-    loss, grads = 0.0, {name: np.zeros_like(grad) for name, grad in sequences[0][2].items()}
-    for i, (n, total, gradient) in enumerate(sequences):
+    factors = []
+    for (n, _, _), own in zip(sequences, ROUTE_OF, strict=True):
         divisor = {
             "token": sum(each[0] for each in sequences),
             "sequence": len(sequences) * n,
-            "domain": sum(each[0] for each, route in zip(sequences, ROUTE_OF, strict=True) if route == ROUTE_OF[i]),
+            "domain": sum(each[0] for each, route in zip(sequences, ROUTE_OF, strict=True) if route == own),
         }[normalize]
-        factor = ROUTES[ROUTE_OF[i]].weight / divisor
-        loss += factor * total
-        for name, grad in gradient.items():
-            grads[name] += factor * grad
-    return loss, grads
+        factors.append(ROUTES[own].weight / divisor)
+    return _weighted(sequences, factors)
 
 
 def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tuple[float, Any]]:

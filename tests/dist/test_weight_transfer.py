@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from typing import Any
 
 import pytest
 import torch
 
+from gkd.errors import WeightSyncError
+from gkd.weight_sync import group as module
+from gkd.weight_sync.buckets import TensorSpec, digest, layout, plan_buckets
+from gkd.weight_sync.group import GroupSpec, TransferGroup
+from gkd.weight_sync.segment import Segment
+from gkd.weight_sync.transfer import receive, send
 from tests.device import on_cuda, rank_device
 from tests.dist import fake_card
-from tests.dist.helpers import free_port, run_ranks
+from tests.dist.helpers import caught, free_port, run_ranks
 
 SHAPES = [((7, 3), "float32"), ((5,), "bfloat16"), ((), "float32"), ((300, 11), "bfloat16")]
 # With CUDA IPC, processes share a card, but here each has its own: tests.bench.bench_weight_sync.
@@ -31,8 +40,6 @@ def _tensors(stage: int) -> dict[str, torch.Tensor]:
 
 
 def _plans(n_senders: int) -> list[Any]:
-    from gkd.weight_sync.buckets import TensorSpec, plan_buckets
-
     return [
         plan_buckets(
             [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in _tensors(stage).items()],
@@ -44,18 +51,11 @@ def _plans(n_senders: int) -> list[Any]:
 
 def _kept(plan: list[Any], transport: str) -> Any:
     """Return the memory that a sender needs for a transport."""
-    from gkd.weight_sync.buckets import layout
-    from gkd.weight_sync.segment import Segment
-
     return Segment(layout(plan)[1]) if transport in ("shared_memory", "auto") else None
 
 
 def _exchange(rank: int, world_size: int, ports: list[int], transport: str) -> dict[str, str]:
     """Send on the first ranks, one for each group, and receive on the others. Return the digests by tensor."""
-    from gkd.weight_sync.buckets import digest
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from gkd.weight_sync.transfer import receive, send
-
     _install_card()
     n_senders = len(ports)
     n_members = 1 + world_size - n_senders
@@ -91,50 +91,28 @@ def test_every_receiver_has_the_senders_weights(n_senders: int, n_receivers: int
     assert all(part == sent for part in ranks[n_senders:])
 
 
-def _wrong_stream(rank: int, world_size: int, kind: str) -> str:
-    from gkd.errors import WeightSyncError
-    from gkd.weight_sync.transfer import send
-
-    tensors = list(_tensors(0).items())
-    stream = {"order": tensors[::-1], "short": tensors[:-1]}[kind]
-    try:
-        send(None, _plans(1)[0], iter(stream), with_digests=False)
-    except WeightSyncError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("kind", ["order", "short"])
 def test_tensors_that_differ_from_the_plan_are_refused(kind: str) -> None:
     """Fails if tensors are received under wrong names, which a shape check would not detect."""
-    assert _wrong_stream(0, 1, kind)
+    tensors = list(_tensors(0).items())
+    stream = {"order": tensors[::-1], "short": tensors[:-1]}[kind]
+    with pytest.raises(WeightSyncError):
+        send(None, _plans(1)[0], iter(stream), with_digests=False)
 
 
-def _join_alone(rank: int, world_size: int, port: int) -> str:
-    from gkd.errors import WeightSyncError
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-
-    try:
-        TransferGroup(GroupSpec("gloo", "127.0.0.1", port, 1, 2, 2.0, 2.0), rank_device())
-    except WeightSyncError as error:
-        return str(error)
-    return ""
+def _join_alone(rank: int, world_size: int, port: int) -> tuple[str, str]:
+    return caught(lambda: TransferGroup(GroupSpec("gloo", "127.0.0.1", port, 1, 2, 2.0, 2.0), rank_device()))
 
 
 def test_a_missing_member_is_a_timeout() -> None:
     """Fails if the first sync hangs, or the error lacks the rank or the address."""
     port = free_port()
-    (message,) = run_ranks(_join_alone, 1, port)
-    assert "rank 1 of 2" in message and f"127.0.0.1:{port}" in message
+    ((kind, message),) = run_ranks(_join_alone, 1, port)
+    assert kind == "WeightSyncError" and "rank 1 of 2" in message and f"127.0.0.1:{port}" in message
 
 
 def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str, str, int]:
     """Flip a byte of the second bucket on rank 1. Return this rank's error, and the number of buckets it loaded."""
-    from gkd.weight_sync import group as module
-    from gkd.weight_sync.buckets import layout
-    from gkd.weight_sync.transfer import receive, send
-    from tests.dist.helpers import caught
-
     (plan,) = _plans(1)
     wrong = 1
     _install_card()
@@ -184,11 +162,6 @@ def test_a_damaged_bucket_is_refused(transport: str) -> None:
 
 
 def _without_memory(rank: int, world_size: int) -> tuple[str, str]:
-    import resource
-
-    from gkd.weight_sync.segment import Segment
-    from tests.dist.helpers import caught
-
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     return caught(lambda: Segment(1 << 22))
 
@@ -200,9 +173,6 @@ def test_shared_memory_that_cannot_be_allocated_is_refused() -> None:
 
 
 def _on_two_cards(rank: int, world_size: int, port: int) -> tuple[str, str]:
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from tests.dist.helpers import caught
-
     _install_card(f"card {rank}")
     return caught(lambda: TransferGroup(GroupSpec("ipc", "127.0.0.1", port, rank, 2, 60.0, 60.0), rank_device()))
 
@@ -217,13 +187,6 @@ def test_members_on_two_cards_are_refused() -> None:
 
 def _orphaned(rank: int, world_size: int, port: int, transport: str) -> tuple[str, str]:
     """Kill the sender (rank 0) between two buckets. Return the receiver's error."""
-    import os
-    import signal
-
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from gkd.weight_sync.transfer import receive, send
-    from tests.dist.helpers import caught
-
     (plan,) = _plans(1)
     _install_card()
     if rank == 0 and os.fork():

@@ -93,9 +93,11 @@ class Lab:
         assert done.returncode or not unlisted_keys(run_dir), "add a row to gkd/metrics/catalog*.py"
         return done
 
-    def finished_run(self, run_dir: Path, port: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    def finished_run(
+        self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 800.0
+    ) -> subprocess.CompletedProcess[str]:
         """Run the command, and assert that it succeeds."""
-        done = self.train_run(run_dir, port, *overrides)
+        done = self.train_run(run_dir, port, *overrides, timeout_s=timeout_s)
         assert done.returncode == 0, done.stderr[-4000:]
         return done
 

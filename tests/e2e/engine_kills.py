@@ -27,7 +27,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,8 @@ from gkd.config.schema_sections import AHEAD, STREAM
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab, make_lab
-from tests.e2e.exactness import check_stream, check_taken, differences
+from tests.e2e.exactness import check_stream, check_taken, differences, last_step
+from tests.e2e.killed_main import family_until_end
 from tests.processes import wait_until
 from tests.results import write_results
 from tests.service.harness import ServerProcess
@@ -142,15 +142,7 @@ def launch(command: Sequence[str], log: Path) -> None:
     """Run to the end. Raises RuntimeError: the run failed, or left a process behind."""
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
-    family: dict[int, psutil.Process] = {}
-    deadline = time.monotonic() + RUN_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
-        except psutil.NoSuchProcess:
-            break
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)
+    family = family_until_end(process, RUN_S)
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.wait(120)
@@ -228,11 +220,6 @@ def with_actor_kills(lab: Lab, port: int, root: Path) -> dict[str, Any]:
     starts = (run / "environment.jsonl").read_text().count("\n")
     assert starts == 1 + len(kills)
     return {"kills": len(kills), "starts": starts, "bit_equal": True}
-
-
-def last_step(run: Path) -> int:
-    metrics = run / "metrics.jsonl"
-    return max((int(line["step"]) for line in read_metrics(metrics)), default=-1) if metrics.exists() else -1
 
 
 def main() -> int:

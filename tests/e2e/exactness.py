@@ -16,7 +16,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.run.manifest import digest_file
 from gkd.run.rollout_file import read_sequences
 from gkd.tools import export
-from gkd.types import Prompt, Rollout
+from gkd.types import Prompt, Rollout, TeacherScores
 
 # Times, memory, the number of verified tensors, a mean over chunks in their order of arrival, and what `base_run` alone
 # measures.
@@ -32,6 +32,12 @@ _NOT_COMPARED = (
 def steps_of(run_dir: Path, file: str = "metrics.jsonl") -> dict[int, dict[str, Any]]:
     """Return the lines of a run's metrics by step."""
     return {int(line["step"]): line for line in read_metrics(run_dir / file)}
+
+
+def last_step(run_dir: Path) -> int:
+    """Return the last step in a run's metrics; -1: there is none yet."""
+    metrics = run_dir / "metrics.jsonl"
+    return max((int(line["step"]) for line in read_metrics(metrics)), default=-1) if metrics.exists() else -1
 
 
 def differences(
@@ -81,7 +87,7 @@ def check_taken(run_dir: Path, *, n_steps: int, n_prompts: int, whole: bool = Tr
     n, size = config.rollout.n, config.trainer.global_batch_size
     rows = [Prompt(i, np.zeros(1, np.int32)) for i in range(n_prompts)]
     order = PromptSampler(rows, shuffle=config.data.shuffle, seed=config.data.seed)
-    taken = [_recorded(run_dir, step) for step in range(1, n_steps + 1)]
+    taken = [[rollout for rollout, _ in recorded(run_dir, step)] for step in range(1, n_steps + 1)]
     seen: Counter[int] = Counter()
     for step, batch in enumerate(taken):
         assert len(batch) == size * n
@@ -109,10 +115,14 @@ def check_stream(run_dir: Path, *, n_steps: int, n_prompts: int, max_staleness: 
     assert max(line["staleness/max"] for line in lines) <= max_staleness
 
 
-def _recorded(run_dir: Path, step: int) -> list[Rollout]:
-    parts = [read_sequences(file) for file in sorted((run_dir / "batches" / f"step_{step:08d}").glob("*.npz"))]
-    assert all(scores is not None for _, scores in parts)
-    return [rollout for rollouts, _ in parts for rollout in rollouts]
+def recorded(run_dir: Path, step: int) -> list[tuple[Rollout, TeacherScores]]:
+    """Return the sequences of a step and their scores, read from the recorded batches."""
+    pairs: list[tuple[Rollout, TeacherScores]] = []
+    for file in sorted((run_dir / "batches" / f"step_{step:08d}").glob("*.npz")):
+        rollouts, scores = read_sequences(file)
+        assert scores is not None
+        pairs += zip(rollouts, scores, strict=True)
+    return pairs
 
 
 def _different_weights(one: Path, other: Path) -> list[str]:

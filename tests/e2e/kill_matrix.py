@@ -19,10 +19,8 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +29,8 @@ import psutil
 from gkd.metrics.health_checks import NEED_EQUAL_SAMPLING
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab, make_lab
-from tests.e2e.exactness import check_stream, differences
-from tests.e2e.killed_main import DONE, POINTS, VICTIMS, generation_of
+from tests.e2e.exactness import check_stream, differences, last_step
+from tests.e2e.killed_main import DONE, POINTS, VICTIMS, family_until_end, generation_of, with_faults
 from tests.e2e.turn_models import small_models
 from tests.results import write_results
 from tests.service.harness import ServerProcess
@@ -170,30 +168,20 @@ class Runs:
         Wait until no process of the run is left, except after a kill of the driver alone: then the next launch has to
         cope with the leftover processes.
         """
-        command = self._lab.command(run_dir, self._port, *self._settings, *more)
-        if kill is not None:
-            words = (kill.point, str(kill.nth), str(kill.after_s), kill.victim, "--")
-            command = [sys.executable, "-m", "tests.e2e.killed_main", *words, *command[3:]]
+        faults = [] if kill is None else [(kill.point, kill.nth, kill.after_s, kill.victim)]
+        command = with_faults(self._lab.command(run_dir, self._port, *self._settings, *more), faults)
         self._n_launches += 1
         log = self._folder / f"{run_dir.name}_{self._n_launches}.log"
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
-        family: dict[int, psutil.Process] = {}
-        deadline = time.monotonic() + self._launch_s
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{kill}: the run neither ended nor died within {self._launch_s:g} s:\n{_tail(log)}")
-            try:
-                family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
-            except psutil.NoSuchProcess:
-                break
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)
-        code = process.wait()
+        family = family_until_end(process, self._launch_s)
+        if process.poll() is None:
+            text = log.read_text()[-4000:]
+            raise TimeoutError(f"{kill}: the run neither ended nor died within {self._launch_s:g} s:\n{text}")
         self._orphans |= family
         if kill is None or kill.victim != "driver":
             self.wait_for_orphans(f"after {kill}")
-        return code, log.read_text()
+        return process.returncode, log.read_text()
 
     def wait_for_orphans(self, when: str) -> None:
         """Raise RuntimeError if a process of any launch is alive after ORPHANS_S seconds."""
@@ -225,13 +213,10 @@ def torture(
             break
         assert code in (0, kill.exit_code), f"{kill}: exit code {code}\n{log[-3000:]}"
         assert code != 1 or DONE in log, f"{kill}: the run ended for another reason\n{log[-3000:]}"
-        reached = -1
-        if (run_dir / "metrics.jsonl").exists():
-            if base is not None:
-                found = differences(base, run_dir, export=False, through=_committed(run_dir) or -1, but=but)
-                assert not found, f"after {kill}: {found}"
-            reached = max((int(line["step"]) for line in read_metrics(run_dir / "metrics.jsonl")), default=-1)
-        outcomes.append(Outcome(kill, code, resumed, reached))
+        if base is not None and (run_dir / "metrics.jsonl").exists():
+            found = differences(base, run_dir, export=False, through=_committed(run_dir) or -1, but=but)
+            assert not found, f"after {kill}: {found}"
+        outcomes.append(Outcome(kill, code, resumed, last_step(run_dir)))
         when = f"{kill.point:16} {kill.nth} {kill.after_s:6.3f} s"
         print(f"  {when}  {kill.victim:7} exit {code:4}  from {resumed} to {outcomes[-1].reached}", flush=True)
         if code == 0:
@@ -266,10 +251,6 @@ def _resumed_from(log: str) -> int | None:
         if "resumed from " in line:
             return int(line.rsplit("step ", 1)[1])
     return 0 if "weights synced" in log else None
-
-
-def _tail(log: Path) -> str:
-    return log.read_text()[-4000:]
 
 
 def in_layout(

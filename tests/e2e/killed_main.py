@@ -12,9 +12,12 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,18 @@ def with_faults(command: list[str], faults: Sequence[Fault]) -> list[str]:
     """Return the command of a run as the command of a run with these faults."""
     words = [str(word) for fault in faults for word in fault]
     return [sys.executable, "-m", "tests.e2e.killed_main", *words, "--", *command[3:]] if faults else command
+
+
+def family_until_end(process: subprocess.Popen[Any], limit_s: float) -> dict[int, psutil.Process]:
+    """Wait until a run ends, `limit_s` at most, and return the processes that it started, by id."""
+    family: dict[int, psutil.Process] = {}
+    deadline = time.monotonic() + limit_s
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(psutil.NoSuchProcess):
+            family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    return family
 
 
 def generation_of(step: int) -> int:
@@ -86,10 +101,8 @@ class Killer:
             return
         if self._victim == "all":
             for process in family:
-                try:
+                with suppress(psutil.NoSuchProcess):  # it has ended since the list was made
                     process.kill()
-                except psutil.NoSuchProcess:
-                    continue  # it has ended since the list was made
         os.kill(me.pid, signal.SIGKILL)
 
 

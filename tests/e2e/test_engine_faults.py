@@ -44,6 +44,16 @@ def n_restarts(run_dir: Path) -> float:
     return sum(line.get("perf/engine_restarts", 0) for line in read_metrics(run_dir / "metrics.jsonl"))
 
 
+def survived(faults: list[Fault], lab: Lab, name: str, port: int, *settings: str) -> Path:
+    """Run with faults after which an engine starts again; assert that all of them happened. Return the run folder."""
+    run_dir = lab.root / name
+    done = run_with(faults, lab, run_dir, port, RECORD, MANY, "weight_sync.verify=always", *settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert n_restarts(run_dir) == len(faults)
+    check_taken(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN)
+    return run_dir
+
+
 def differs(base: Path, run: Path) -> list[str]:
     """Return the differences of losses and exported weights, without loss/engine_kl.
 
@@ -57,47 +67,33 @@ def test_the_only_engine_dies_in_a_sync_and_an_evaluation_and_hangs_in_a_batch(
     base_run: Path, lab: Lab, teacher_port: int
 ) -> None:
     """Fails if a run without any other engine does not wait for the new one, or trains on other tokens after it."""
-    run_dir = lab.root / "engine_faults"
-    settings = (RECORD, MANY, "rollout.hang_timeout_s=10", "weight_sync.verify=always", "trainer.save_every=2")
-    evaluated = ("trainer.keep_last=9", "eval.every=2", "eval.max_prompts=6")
+    settings = ("rollout.hang_timeout_s=10", "trainer.save_every=2", "trainer.keep_last=9")
+    evaluated = ("eval.every=2", "eval.max_prompts=6")
     faults: list[Fault] = [
         ("weight_sync", 2, 0.0, "engine"),  # after the first step
         ("eval", 2, 0.0, "engine"),  # after the second one
         ("rollout", generation_of(3), 0.0, "stopped_engine"),
     ]
-    done = run_with(faults, lab, run_dir, teacher_port, *settings, *evaluated)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert n_restarts(run_dir) == len(faults)
-    check_taken(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN)
-    assert not differs(base_run, run_dir)
+    assert not differs(base_run, survived(faults, lab, "engine_faults", teacher_port, *settings, *evaluated))
 
 
 def test_a_colocated_engine_dies_awake_and_asleep(base_run: Path, lab: Lab, teacher_port: int) -> None:
     """Fails if an engine that shares its slot with the actor is started while the actor has the memory, comes back
     asleep, or without the weights.
     """
-    run_dir = lab.root / "colocated_faults"
-    settings = (RECORD, MANY, "trainer.colocate=true", "weight_sync.verify=always", "trainer.save_every=2")
+    settings = ("trainer.colocate=true", "trainer.save_every=2", "trainer.keep_last=9")
     faults: list[Fault] = [("rollout", generation_of(2), 0.0, "engine"), ("train", 3, 0.0, "engine")]
-    done = run_with(faults, lab, run_dir, teacher_port, *settings, "trainer.keep_last=9")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert n_restarts(run_dir) == len(faults)
-    check_taken(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN)
-    assert not differs(base_run, run_dir)
+    assert not differs(base_run, survived(faults, lab, "colocated_faults", teacher_port, *settings))
 
 
 def test_one_process_of_an_engine_with_two_dies_and_hangs(lab: Lab, teacher_port: int) -> None:
     """Fails if an engine waits for ever for a dead or stopped worker of its tensor-parallel group, or parts of the old
     engine are left.
     """
-    run_dir = lab.root / "tp_faults"
-    settings = (RECORD, MANY, "rollout.n_gpus_per_node=2", "rollout.tp=2", "rollout.hang_timeout_s=10")
+    settings = ("rollout.n_gpus_per_node=2", "rollout.tp=2", "rollout.hang_timeout_s=10")
     victims = {2: "engine_child", 3: "stopped_engine_child"}
     faults: list[Fault] = [("rollout", generation_of(step), 0.0, victim) for step, victim in victims.items()]
-    done = run_with(faults, lab, run_dir, teacher_port, *settings, "weight_sync.verify=always")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert n_restarts(run_dir) == len(faults)
-    check_taken(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN)
+    survived(faults, lab, "tp_faults", teacher_port, *settings)
 
 
 def test_an_engine_that_dies_once_too_often_ends_the_run_with_a_checkpoint(lab: Lab, teacher_port: int) -> None:

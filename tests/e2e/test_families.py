@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.run.rollout_file import read_sequences
 from tests.dist.megatron_reference import read_model
+from tests.e2e.exactness import recorded
 from tests.model_families import save_family
 from tests.service.harness import ServerProcess
 from tests.vision_reference import train
@@ -56,10 +56,7 @@ def test_a_run_with_defaults_equals_transformers(
         done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "actor.strategy=auto: fsdp2" in done.stderr
-    steps = []
-    for step in range(1, 4):
-        read = [read_sequences(file) for file in sorted((run_dir / "batches").glob(f"step_*{step}/*.npz"))]
-        steps.append([pair for rollouts, scores in read for pair in zip(rollouts, scores or (), strict=True)])
+    steps = [recorded(run_dir, step) for step in range(1, 4)]
     model = read_model(student, dtype=torch.float32, attn_implementation="eager").eval()
     losses, _ = train(model, None, steps, frozen=True, weight_decay=0.01, clip=1.0, **ADAMW)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

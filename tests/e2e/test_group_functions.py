@@ -8,23 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gkd.run.rollout_file import read_sequences
-from gkd.types import Rollout, TeacherScores
 from tests.e2e.conftest import REWARDS, Lab
-from tests.e2e.exactness import differences, steps_of
+from tests.e2e.exactness import differences, recorded, steps_of
 
 pytestmark = pytest.mark.e2e
 HERE = "tests.unit.group_functions"
 FUNCTIONS = (f"teacher.prompt_function={HERE}:from_column", f"distill.response_weight={HERE}:pass_rate")
-
-
-def recorded(run_dir: Path, step: int) -> dict[int, tuple[Rollout, TeacherScores]]:
-    found = {}
-    for file in (run_dir / "batches" / f"step_{step:08d}").glob("*.npz"):
-        rollouts, scores = read_sequences(file)
-        assert scores is not None
-        found |= {r.sample_index: (r, s) for r, s in zip(rollouts, scores, strict=True)}
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +46,7 @@ def test_the_teacher_reads_the_prompts_of_a_function(run_dir: Path) -> None:
     """If it fails, a function's prompt does not reach the teacher, or reaches it with responses to another prompt."""
     lines = steps_of(run_dir)
     assert 0 < lines[1]["teacher/own_prompt_share"] < 1 and 0 < lines[1]["reward/trained_share"] <= 1
-    rollouts = [rollout for rollout, _ in recorded(run_dir, 1).values()]
+    rollouts = [rollout for rollout, _ in recorded(run_dir, 1)]
     assert {rollout.teacher_ids is None for rollout in rollouts} == {True, False}
     for rollout in rollouts:
         if rollout.teacher_ids is not None:
@@ -79,12 +68,11 @@ def test_functions_do_what_a_column_and_pass_rates_do(
     but = ("teacher/own_prompt_share", "loss/engine_kl")
     assert not differences(other_dir, run_dir, export=False, through=2, but=but)
     for step in (1, 2):
-        one, other = recorded(run_dir, step), recorded(other_dir, step)
+        one, other = ({r.sample_index: (r, s) for r, s in recorded(each, step)} for each in (run_dir, other_dir))
         assert one.keys() == other.keys() and any(r.teacher_ids is not None for r, _ in one.values())
         for index, (rollout, scores) in one.items():
             same, expected = other[index]
             np.testing.assert_array_equal(rollout.response_ids, same.response_ids)
-            assert scores.topk is not None and expected.topk is not None
             np.testing.assert_array_equal(scores.topk.logprobs, expected.topk.logprobs)
 
 

@@ -30,7 +30,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
 from teacher_server.config.command import gkd_words
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
-from tests.e2e.exactness import check_export, check_taken, steps_of
+from tests.e2e.exactness import check_export, check_taken, last_step, steps_of
 from tests.e2e.killed_main import Fault, is_engine_child, with_faults
 from tests.processes import wait_until
 from tests.unit import judging_functions
@@ -229,11 +229,9 @@ def start(
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    metrics = run_dir / "metrics.jsonl"
-
     def reached() -> bool:
         assert process.poll() is None, f"the run ended early:\n{process.stderr and process.stderr.read()[-3000:]}"
-        return metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics))
+        return last_step(run_dir) >= step
 
     wait_until(reached, 400.0, f"step {step}")
 

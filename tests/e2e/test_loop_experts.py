@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,18 +15,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 N_LAYERS = 2
 
 
-def _save_experts(lab: Lab) -> Path:
-    """Save a mixture-of-experts student with the tokenizer of the dense one."""
-    folder = lab.root / "experts"
-    shutil.copytree(lab.student, folder)
-    like_the_dense = {"vocab_size": VOCAB, "tie_word_embeddings": True, "initializer_range": 0.35}
-    save_experts(folder, 2, **like_the_dense, mlp_only_layers=[])
-    return folder
-
-
 def test_experts_of_two_ranks_reach_the_engine_and_the_export(lab: Lab, teacher_port: int) -> None:
     """Fails if actor.ep has no effect, an expert is not synced or exported, or a resume loads the wrong experts."""
-    run_dir, student = lab.root / "experts_run", _save_experts(lab)
+    run_dir = lab.root / "experts_run"
+    student = shutil.copytree(lab.student, lab.root / "experts")  # for the tokenizer
+    like_the_dense = {"vocab_size": VOCAB, "tie_word_embeddings": True, "initializer_range": 0.35}
+    save_experts(student, 2, **like_the_dense, mlp_only_layers=[])
     overrides = [f"model.path={student}", "trainer.n_gpus_per_node=2", "actor.ep=2", "weight_sync.verify=always"]
     for end in (["trainer.total_steps=3"], ["trainer.total_steps=4", "trainer.resume=auto"]):
         shutil.rmtree(run_dir / "export", ignore_errors=True)

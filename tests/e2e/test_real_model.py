@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd.metrics.writer import read_metrics
-from tests.e2e.test_quickstart import ROOT, strangers
+from tests.e2e.test_quickstart import ENVIRONMENT, ROOT, strangers
 from tests.processes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -31,9 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("task", ["rule", "shrink"])
 def test_the_example_prints_responses_from_before_and_after(folder: Path, task: str) -> None:
     """Fails if the example does not run to its table on a machine that has nothing but the package index."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [*COMMAND, "--task", task, "--results", f"{task}.json"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "responses of one sentence" in done.stdout and "What makes salt special?" in done.stdout
     found = json.loads((folder / f"{task}.json").read_text())
@@ -48,8 +46,7 @@ def test_gemma_learns_in_packs_that_are_longer_than_its_window(folder: Path, tea
     """Fails if Gemma's packs compute something else than vLLM, or if its terms are shown after the download."""
     results = folder / f"examples{len(teacher)}.json"
     command = [*COMMAND, "--task", "examples", *teacher, "trainer.global_batch_size=8", "--results", str(results)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1400)
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     if fetching := "fetching 238 MB" in done.stdout:
         assert 0 < done.stdout.find("Gemma Terms of Use") < done.stdout.find("fetching 238 MB")
@@ -68,9 +65,7 @@ def test_an_interrupt_leaves_no_process(folder: Path) -> None:
     """Fails if Ctrl-C in training leaves a teacher server or processes of Ray."""
     log = folder / "log"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            COMMAND, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=output, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(COMMAND, cwd=folder, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT)
     wait_until(lambda: "step 1/2" in log.read_text(), 300, "the first step")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130

@@ -33,6 +33,7 @@ def _probe(student: Path, tp: int) -> dict[str, Any]:
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.weight_sync.buckets import differing
     from tests.dist.helpers import caught
+    from tests.dist.megatron_reference import logprob_rows, response_logprobs
     from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp)
@@ -56,11 +57,7 @@ def _probe(student: Path, tp: int) -> dict[str, Any]:
         return {name: tensor.detach() for name, tensor in scaled_factors(named, ALPHA / RANK)}
 
     def logprobs(rollout: Rollout) -> np.ndarray:
-        tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-        first = len(rollout.prompt_ids)
-        with torch.no_grad():
-            rows = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)[first - 1 : -1]
-        return rows.gather(-1, tokens[first:, None])[:, 0].numpy()
+        return response_logprobs(logprob_rows(model, rollout, TEMPERATURE), rollout)
 
     result: dict[str, Any] = {}
     sent, result["base bytes"] = sender.push(load_file(student / "model.safetensors"), 0, adapters=False)

@@ -40,13 +40,14 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from vllm.v1.worker.utils import request_memory
 
     from gkd.config.schema_rollout import RolloutConfig
-    from gkd.errors import GkdError
     from gkd.rollout.messages import Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.rollout.vllm.sampling import Request, read_logprobs, vllm_params
     from gkd.rollout.vllm.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
     from teacher_server.engines.vllm_process import gpu_memory_arguments
+    from tests.dist.helpers import caught
+    from tests.dist.megatron_reference import logprob_rows, response_logprobs
     from tests.e2e.weight_sender import WeightSender
 
     topk_topp_sampler.HAS_TRITON = False  # Triton's interpreter cannot run this kernel of the second runner
@@ -56,7 +57,11 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=40, device="cpu", eos_ids=[EOS])
     prompts = _prompts(n_vocab)
     sampling = Sampling(N_SAMPLES, 0.7, 1.0, 10, seed=11)
-    together = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+
+    def generated(how: Sampling) -> list[Rollout]:
+        return sorted(engine.generate(prompts, how), key=lambda r: r.sample_index)
+
+    together = generated(sampling)
     alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
     result: dict[str, Any] = {"together": together, "alone": alone, "reports_usage": is_usage_stats_enabled()}
     result["second_runner"] = engine.llm.llm_engine.vllm_config.use_v2_model_runner
@@ -76,10 +81,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     mixed = [*engine.pop_finished("top"), *engine.pop_finished("plain")]
     result["mixed"] = sorted(mixed, key=lambda r: r.sample_index)
 
-    result["cut"] = {
-        name: sorted(engine.generate(prompts, replace(sampling, **{name: value})), key=lambda r: r.sample_index)
-        for name, value in CUT.items()
-    }
+    result["cut"] = {name: generated(replace(sampling, **{name: value})) for name, value in CUT.items()}
 
     first_prompt, n_rows = prompts[0].token_ids.tolist(), engine.llm.model_config.get_vocab_size()
     params = vllm_params(Request("", prompts[0], 0, sampling, 0), [], range(n_rows // 2, n_rows))
@@ -89,7 +91,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
 
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     tokens_a_pass, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 40
-    result["small_passes"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+    result["small_passes"] = generated(sampling)
     scheduler.max_num_scheduled_tokens = tokens_a_pass
     engine.add("stopped", prompts, sampling, range(N_PROMPTS))
     for _ in range(3):
@@ -97,27 +99,18 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     engine.abort("stopped")
 
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
-    expected, top = [], []
-    with torch.no_grad():
-        for rollout in together:
-            tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-            logprobs = (model(tokens[None]).logits[0] / sampling.temperature).log_softmax(-1)
-            first = len(rollout.prompt_ids)
-            top.append(logprobs[first - 1 : -1].topk(N_TOP).values.numpy())
-            result.setdefault("rows", []).append(logprobs[first - 1 : -1].numpy())
-            expected.append(logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy())
-    result["expected_logprobs"], result["largest"] = expected, top
-    with torch.no_grad():
-        for name, value in CUT.items():
-            for rollout in result["cut"][name]:
-                tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-                first = len(rollout.prompt_ids)
-                scaled = model(tokens[None]).logits[0, first - 1 : -1] / sampling.temperature
-                ranked = scaled.sort(-1, descending=True).values
-                limit = ranked[:, :1] + np.log(value) if name == "min_p" else ranked[:, value - 1, None]
-                among = scaled.masked_fill(scaled < limit, -torch.inf).log_softmax(-1)
-                logprobs = among.gather(-1, tokens[first:, None])[:, 0].numpy()
-                result.setdefault("cut_logprobs", {}).setdefault(name, []).append(logprobs)
+    rows = [logprob_rows(model, rollout, sampling.temperature) for rollout in together]
+    result["expected_logprobs"] = [response_logprobs(*each) for each in zip(rows, together, strict=True)]
+    result["rows"] = [each.numpy() for each in rows]
+    result["largest"] = [each.topk(N_TOP).values.numpy() for each in rows]
+    result["cut_logprobs"] = {name: [] for name in CUT}
+    for name, value in CUT.items():
+        for rollout in result["cut"][name]:
+            whole = logprob_rows(model, rollout, sampling.temperature)
+            ranked = whole.sort(-1, descending=True).values
+            limit = ranked[:, :1] + np.log(value) if name == "min_p" else ranked[:, value - 1, None]
+            among = whole.masked_fill(whole < limit, -torch.inf).log_softmax(-1)
+            result["cut_logprobs"][name].append(response_logprobs(among, rollout))
 
     with torch.no_grad():
         tokens = torch.tensor([*first_prompt, *result["masked"][0]])
@@ -130,22 +123,15 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     trajectories = [replace(rollout, own=mask) for rollout, mask in zip(other, own, strict=True)]
     result["scored_own"] = prompt_logprobs(engine.llm, trajectories, N_LISTED, engine.request_options)
     result["sampled_alone"] = prompt_logprobs(engine.llm, other[3:4], 0, engine.request_options)
-    result["after_scoring"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+    result["after_scoring"] = generated(sampling)
     result["expected_scores"] = []
-    with torch.no_grad():
-        for rollout in other:
-            tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-            first = len(rollout.prompt_ids)
-            logprobs = model(tokens[None]).logits[0, first - 1 : -1].log_softmax(-1)
-            ids = torch.cat([tokens[first:, None], logprobs.topk(N_LISTED).indices], dim=1)
-            result["expected_scores"].append((ids.numpy(), logprobs.gather(-1, ids).numpy()))
+    for rollout in other:
+        logprobs, own_ids = logprob_rows(model, rollout), torch.from_numpy(rollout.response_ids).long()[:, None]
+        ids = torch.cat([own_ids, logprobs.topk(N_LISTED).indices], dim=1)
+        result["expected_scores"].append((ids.numpy(), logprobs.gather(-1, ids).numpy()))
 
     def message(call: Any) -> str:
-        try:
-            call()
-        except GkdError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        return ": ".join(caught(call))
 
     too_long = Prompt(99, np.full(50, 5, np.int32))
     unmarked = [replace(rollout, own=np.zeros(len(rollout.response_ids), bool)) for rollout in other[3:4]]

@@ -30,9 +30,10 @@ def _probe(old: Path, new: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from gkd.config.schema_rollout import RolloutConfig
-    from gkd.errors import WeightSyncError
     from gkd.rollout.messages import Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
+    from tests.dist.helpers import caught
+    from tests.dist.megatron_reference import logprob_rows, response_logprobs
     from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
@@ -40,11 +41,8 @@ def _probe(old: Path, new: Path) -> dict[str, Any]:
     tensors = load_file(new / "model.safetensors")
     partial = {name: t for name, t in tensors.items() if "experts.2.up_proj" not in name}
 
-    sender, result = WeightSender(engine), {"incomplete": ""}
-    try:
-        sender.push(partial, 1, bucket_bytes=1 << 16)
-    except WeightSyncError as error:
-        result["incomplete"] = str(error)
+    sender = WeightSender(engine)
+    result: dict[str, Any] = {"incomplete": caught(lambda: sender.push(partial, 1, bucket_bytes=1 << 16))}
     result["sent"], _ = sender.push(tensors, 1, bucket_bytes=1 << 16)
     result["held"] = engine.digests()
 
@@ -54,13 +52,7 @@ def _probe(old: Path, new: Path) -> dict[str, Any]:
     result["logprobs"] = [rollout.rollout_logprobs for rollout in rollouts]
     for name, folder in (("new", new), ("old", old)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        result[name] = []
-        for rollout in rollouts:
-            tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-            first = len(rollout.prompt_ids)
-            with torch.no_grad():
-                logprobs = model(tokens[None]).logits[0].log_softmax(-1)
-            result[name].append(logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy())
+        result[name] = [response_logprobs(logprob_rows(model, rollout), rollout) for rollout in rollouts]
     return result
 
 
@@ -89,4 +81,5 @@ def test_the_engine_samples_with_the_experts_that_were_sent(probe: dict[str, Any
 
 def test_a_missing_expert_is_named(probe: dict[str, Any]) -> None:
     """Fails if a sync without one expert's matrix succeeds: vLLM reports one parameter for all experts."""
-    assert "model.layers.1.mlp.experts.2.up_proj.weight" in probe["incomplete"]
+    kind, text = probe["incomplete"]
+    assert kind == "WeightSyncError" and "model.layers.1.mlp.experts.2.up_proj.weight" in text

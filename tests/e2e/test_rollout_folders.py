@@ -26,7 +26,7 @@ from teacher_server.errors import ServerError
 from tests import device
 from tests.dist.helpers import caught
 from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
-from tests.dist.megatron_reference import read_model
+from tests.dist.megatron_reference import logprob_rows, read_model, response_logprobs
 from tests.e2e.conftest import VOCAB as LAB_VOCAB
 from tests.e2e.conftest import Lab
 from tests.engine_process import EngineProcess
@@ -218,9 +218,9 @@ def _rollouts(engine: Any) -> list[Any]:
 
 
 def _check_rollouts(folder: Path, rollouts: list[Any], tolerance: float) -> None:
+    model = read_model(folder, dtype=torch.float32)
     for rollout in rollouts:
-        tokens = torch.tensor([*rollout.prompt_ids, *rollout.response_ids])
-        expected = _logprobs(folder, tokens)[len(rollout.prompt_ids) - 1 :]
+        expected = response_logprobs(logprob_rows(model, rollout), rollout)
         np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=tolerance)
 
 

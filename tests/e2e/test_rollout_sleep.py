@@ -6,6 +6,7 @@ Does not cover vLLM's own sleep mode, which CUDA uses: see tests/gpu/test_engine
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,24 @@ def _nonzero_cache(worker: Any) -> int:
     return int(torch.empty(0, dtype=torch.uint8).set_(storage).count_nonzero())
 
 
+def _engine(student: Path, vocab: int, tp: int = 1) -> tuple[Any, list[Prompt]]:
+    """Return an engine that can sleep, and prompts for it."""
+    from gkd.config.schema_rollout import RolloutConfig
+    from gkd.rollout.vllm.engine import RolloutEngine
+
+    config = RolloutConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=tp)
+    place = {"dtype": "float32", "max_model_len": 32, "device": "cpu", "eos_ids": [EOS]}
+    engine = RolloutEngine(str(student), config, **place, enable_sleep_mode=True)
+    rng = np.random.default_rng(3)
+    return engine, [Prompt(i, rng.integers(2, vocab, 3 + i).astype(np.int32)) for i in range(4)]
+
+
+def _responses(engine: Any, prompts: list[Prompt], *samplings: Any) -> list[tuple[bytes, bytes]]:
+    """Return tokens and logprobs as bytes, sampling by sampling."""
+    rollouts = [sorted(engine.generate(prompts, s), key=lambda r: r.sample_index) for s in samplings]
+    return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for part in rollouts for r in part]
+
+
 def _probe(student: Path, vocab: int) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     import resource
@@ -50,26 +69,14 @@ def _probe(student: Path, vocab: int) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from gkd.config.schema_rollout import RolloutConfig
-    from gkd.errors import GkdError
     from gkd.rollout.messages import Sampling
-    from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.weight_sync.buckets import digest
+    from tests.dist.helpers import caught
     from tests.e2e.weight_sender import WeightSender
 
-    config = RolloutConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8)
-    engine = RolloutEngine(
-        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], enable_sleep_mode=True
-    )
-    rng = np.random.default_rng(3)
-    prompts = [Prompt(i, rng.integers(2, vocab, 3 + i).astype(np.int32)) for i in range(4)]
-    samplings = (Sampling(1, 0.0, 1.0, 10, seed=0), Sampling(2, 0.7, 1.0, 10, seed=11))
-
-    def responses() -> list[tuple[bytes, bytes]]:
-        """Return tokens and logprobs as bytes: greedy, then sampled."""
-        rollouts = [sorted(engine.generate(prompts, s), key=lambda r: r.sample_index) for s in samplings]
-        return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for part in rollouts for r in part]
-
+    engine, prompts = _engine(student, vocab)
+    samplings = (Sampling(1, 0.0, 1.0, 10, seed=0), Sampling(2, 0.7, 1.0, 10, seed=11))  # greedy, then sampled
+    responses = partial(_responses, engine, prompts, *samplings)
     old = load_file(student / "model.safetensors")
     torch.manual_seed(7)
     new = {name: tensor * (1 + 0.1 * torch.randn_like(tensor)) for name, tensor in old.items()}
@@ -79,11 +86,7 @@ def _probe(student: Path, vocab: int) -> dict[str, Any]:
     push = sender.push
 
     def error_of(call: Callable[[], Any]) -> str:
-        try:
-            call()
-        except GkdError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        return ": ".join(caught(call))
 
     def on_worker(function: Callable[[Any], Any]) -> Any:
         return engine.llm.collective_rpc(function)[0]
@@ -258,22 +261,11 @@ def test_calls_that_a_sleeping_engine_refuses(probe: dict[str, Any]) -> None:
 
 
 def _probe_two_workers(student: Path) -> dict[str, Any]:
-    from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.messages import Sampling
-    from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.weight_sync.group import GroupSpec
 
-    config = RolloutConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
-    engine = RolloutEngine(
-        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], enable_sleep_mode=True
-    )
-    rng = np.random.default_rng(3)
-    prompts = [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(4)]
-
-    def responses() -> list[tuple[bytes, bytes]]:
-        rollouts = sorted(engine.generate(prompts, Sampling(2, 0.7, 1.0, 10, seed=11)), key=lambda r: r.sample_index)
-        return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts]
-
+    engine, prompts = _engine(student, VOCAB, tp=2)
+    responses = partial(_responses, engine, prompts, Sampling(2, 0.7, 1.0, 10, seed=11))
     result: dict[str, Any] = {"before": responses(), "awake": engine.memory_bytes()}
     engine.sleep(1)
     result["asleep"] = engine.memory_bytes()

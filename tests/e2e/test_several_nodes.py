@@ -18,8 +18,7 @@ def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
     """
     same = ("actor.tp=2", "trainer.save_every=2", "weight_sync.verify=always")
     one_node, run_dir = lab.root / "one_node", lab.root / "three_nodes"
-    done = lab.train_run(one_node, teacher_port, *same, "trainer.n_gpus_per_node=4", timeout_s=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(one_node, teacher_port, *same, "trainer.n_gpus_per_node=4", timeout_s=400)
     with ray_nodes([NodeSpec(2, 4), NodeSpec(2, 4, "127.0.0.10"), NodeSpec(2, 4, "127.0.0.9")]) as address:
         pools = (
             f"cluster.ray_address={address}",
@@ -27,8 +26,7 @@ def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
             "trainer.nnodes=2",
             "trainer.n_gpus_per_node=2",
         )
-        done = lab.train_run(run_dir, teacher_port, *same, *pools, timeout_s=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+        lab.finished_run(run_dir, teacher_port, *same, *pools, timeout_s=400)
     assert differences(one_node, run_dir) == []
     table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
     ranks = [row for row in table.rows if row.pool != "teacher"]

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, Lab, save_model
+from tests.e2e.exactness import last_step
 from tests.service.harness import ServerProcess
 
 SETTLED, LAST = 500, 3000  # steps
@@ -29,8 +29,7 @@ SETTINGS = (
 
 def measured(root: Path, step: int, *processes: subprocess.Popen[Any]) -> dict[str, tuple[float, int, int]]:
     """Wait for a step; return resident MiB, threads and open files of each process below these, by name and number."""
-    file = root / "run" / "metrics.jsonl"
-    while not file.exists() or not (lines := read_metrics(file)) or lines[-1]["step"] < step:
+    while last_step(root / "run") < step:
         assert processes[0].poll() is None, (root / "log").read_text()[-3000:]
         time.sleep(2.0)
     found = {}

@@ -39,14 +39,9 @@ def _prompts(n_vocab: int) -> list[Prompt]:
 
 def _expected(model: Any, rollout: Rollout, n_vocab: int) -> np.ndarray:
     """Return [R] float32: the logprob of each response token given all tokens before it, among `n_vocab` ids."""
-    import torch
+    from tests.dist.megatron_reference import logprob_rows, response_logprobs
 
-    tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-    with torch.no_grad():
-        logprobs = (model(tokens[None]).logits[0, :, :n_vocab] / TEMPERATURE).log_softmax(-1)
-    first = len(rollout.prompt_ids)
-    picked: np.ndarray = logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy()
-    return picked
+    return response_logprobs(logprob_rows(model, rollout, TEMPERATURE, n_vocab), rollout)
 
 
 def _interrupted(

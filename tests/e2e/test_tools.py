@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from gkd.metrics.writer import read_metrics
-from gkd.run.rollout_file import read_sequences
+from tests.dist.megatron_reference import logprob_rows
 from tests.e2e.conftest import ALONE
+from tests.e2e.exactness import recorded
 from tests.metric_keys import unlisted_keys
 from tests.service.harness import ServerProcess
 
@@ -106,23 +107,16 @@ def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, a
         AutoModelForCausalLM.from_pretrained(acting_models / name, dtype=torch.float64)
         for name in ("student", "teacher")
     )
-    (folder,) = (whole / "batches").glob("step_*1")
     total, n_own, n_all = 0.0, 0, 0
-    for file in sorted(folder.glob("**/*.npz")):
-        rollouts, scores = read_sequences(file)
-        assert scores is not None
-        for rollout, score in zip(rollouts, scores, strict=True):
-            assert score.topk is not None and len(score.topk.ids) == rollout.n_own
-            own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
-            ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()[None]
-            at = torch.from_numpy(len(rollout.prompt_ids) - 1 + np.flatnonzero(own))
-            with torch.no_grad():
-                log_p, log_q = (model(ids).logits[0, at].log_softmax(-1) for model in (teacher, student))
-            listed = torch.from_numpy(score.topk.ids).long()
-            p, q = log_p.gather(1, listed).exp(), log_q.gather(1, listed).exp()
-            tail_p, tail_q = 1 - p.sum(1), 1 - q.sum(1)
-            total += float((p * (p / q).log()).sum() + (tail_p * (tail_p / tail_q).log()).sum())
-            n_own, n_all = n_own + rollout.n_own, n_all + len(rollout.response_ids)
+    for rollout, score in recorded(whole, 1):
+        assert len(score.topk.ids) == rollout.n_own
+        own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
+        log_p, log_q = (logprob_rows(model, rollout)[own] for model in (teacher, student))
+        listed = torch.from_numpy(score.topk.ids).long()
+        p, q = log_p.gather(1, listed).exp(), log_q.gather(1, listed).exp()
+        tail_p, tail_q = 1 - p.sum(1), 1 - q.sum(1)
+        total += float((p * (p / q).log()).sum() + (tail_p * (tail_p / tail_q).log()).sum())
+        n_own, n_all = n_own + rollout.n_own, n_all + len(rollout.response_ids)
     first = next(line for line in read_metrics(whole / "metrics.jsonl") if line["step"] == 1)
     assert n_own < n_all and first["loss/tokens"] == n_own == first["rollout/response_tokens"]
     assert first["rollout/observed_tokens"] == n_all - n_own
@@ -143,11 +137,7 @@ def check_killed(folder: Path, killed: tuple[Path, Path], scheduler: str) -> Non
     found = dict[int, list[str]]()  # step -> answers of the rows whose trajectories ended by an error
     indices, finished = list[int](), Counter[str]()  # answers of the rows of the other trajectories
     for step, line in lines.items():
-        batch = [
-            rollout
-            for file in sorted((folder / "batches" / f"step_{step:08d}").glob("*.npz"))
-            for rollout in read_sequences(file)[0]
-        ]
+        batch = [rollout for rollout, _ in recorded(folder, step)]
         indices += sorted(rollout.sample_index for rollout in batch)
         errors = [rollout for rollout in batch if rollout.finish_reason == "environment_error"]
         assert len(batch) == 8 and line["rollout/environment_errors"] == len(errors) / 8

@@ -37,6 +37,7 @@ def _probe(models: Path) -> dict[str, Any]:
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.rollout.vllm.turns import Turns
     from gkd.user_code import search_path
+    from tests.dist.megatron_reference import logprob_rows, response_logprobs
 
     tokenizer = AutoTokenizer.from_pretrained(models / "student")
     end, result = tokenizer.eos_token_id, dict[str, Any]()
@@ -74,14 +75,9 @@ def _probe(models: Path) -> dict[str, Any]:
     result["left"] = engine.n_running, engine.n_generating
 
     model = AutoModelForCausalLM.from_pretrained(models / "student", dtype=torch.float32)
-    with torch.no_grad():
-        for rollout in result["first"]:
-            ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-            rows = model(ids[None]).logits[0].log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1]
-            result.setdefault("logprobs", []).append(
-                rows.gather(-1, ids[len(rollout.prompt_ids) :, None])[:, 0].numpy()
-            )
-            result.setdefault("best", []).append(rows.topk(4).indices.numpy())
+    rows = [logprob_rows(model, rollout) for rollout in result["first"]]
+    result["logprobs"] = [response_logprobs(each, rollout) for each, rollout in zip(rows, result["first"], strict=True)]
+    result["best"] = [each.topk(4).indices.numpy() for each in rows]
     result["texts"] = [tokenizer.decode(rollout.response_ids) for rollout in result["first"]]
 
     # New weights while a trajectory waits for its environment, and while another is generated.

@@ -24,11 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from gkd.run.rollout_file import read_sequences
 from gkd.types import Rollout, TeacherScores
 from tests import device
 from tests.e2e.conftest import ALONE
-from tests.e2e.exactness import check_export
+from tests.e2e.exactness import check_export, recorded
 from tests.service.harness import ServerProcess
 from tests.vision_models import missing, picture, save_vision_model
 from tests.vision_reference import add_adapters, logits_of, train
@@ -127,11 +126,8 @@ def recompute(folder: Folder, run_dir: Path, options: tuple[str, ...]) -> tuple[
     )
     processor = AutoImageProcessor.from_pretrained(folder.student)
     student = add_adapters(student, rank=4, alpha=16.0, seed=1) if LORA in options else student
-    steps = []
+    steps = [recorded(run_dir, step) for step in range(1, 4)]
     errors = [0.0, 0.0]
-    for step in range(1, 4):
-        read = [read_sequences(file) for file in sorted((run_dir / "batches").glob(f"step_*{step}/*.npz"))]
-        steps.append([pair for rollouts, scores in read for pair in zip(rollouts, scores or (), strict=True)])
 
     def see(step: int, rollout: Rollout, scores: TeacherScores) -> None:
         if rollout is steps[step - 1][0][0]:  # later steps have tokens of these weights, too

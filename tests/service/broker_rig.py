@@ -10,25 +10,12 @@ import numpy as np
 import zmq
 
 from teacher_server.broker.broker import Broker
-from teacher_server.wire.protocol import (
-    ID_BYTES,
-    RowsReply,
-    ScoreRequest,
-    StatusReply,
-    StatusRequest,
-    as_frame,
-    checksum,
-    replies,
-    requests,
-)
+from teacher_server.wire.protocol import ID_BYTES, ScoreRequest, StatusReply, StatusRequest, as_frame, replies, requests
 from teacher_server.wire.status import decode_status
 from teacher_server.wire.worker_protocol import Assignment, Done, Part, WorkerHello, from_worker, to_worker
 from tests.service.messages import make_hello, make_request, make_tokens
 
 TIMEOUT_MS = 5000
-
-
-OPEN: list[Rig] = []
 
 
 class Peer:
@@ -101,7 +88,6 @@ class Rig:
         self.broker = Broker("127.0.0.1", 0, self.endpoint, **settings)
         self.broker.start()
         self.context = zmq.Context()
-        OPEN.append(self)
 
     def client(self) -> Client:
         return Client(self.context, f"tcp://127.0.0.1:{self.broker.port}")
@@ -121,22 +107,6 @@ class Rig:
 
     def close(self) -> None:
         was_alive = self.broker.alive
-        self.release()
-        assert was_alive, "the broker died"
-
-    def release(self) -> None:
-        OPEN.remove(self)
         self.broker.stop()
         self.context.destroy(linger=0)
-
-
-def rows_message(
-    request: Any, digest: bytes, rows: np.ndarray, start: int, stop: int, stream_id: bytes, index: int, **changes: Any
-) -> tuple[RowsReply, list[memoryview]]:
-    frame = as_frame(np.ascontiguousarray(rows[start:stop]))
-    signal = getattr(request, "signal", "head").replace("topk", "logits")
-    fields = {"request_id": request.request_id, "token_digest": digest, "model_fingerprint": "f", "worker": "w"}
-    fields |= {"stream_id": stream_id, "signal": signal, "index": index, "start": start, "stop": stop}
-    fields |= {"n_rows": len(rows), "n_cols": rows.shape[1], "dtype": "float32", "checksums": [checksum(frame)]}
-    fields |= {"queue_s": 0.0, "compute_s": 0.0}
-    return RowsReply(**(fields | changes)), [frame]
+        assert was_alive, "the broker died"

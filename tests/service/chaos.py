@@ -37,11 +37,21 @@ from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores
 from teacher_server.client.admin import AdminLink
 from teacher_server.wire.protocol import MAX_FRAME_BYTES
+from teacher_server.wire.status import ServerStatus
 from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until
 from tests.results import write_results
 from tests.service.faulty_worker import KINDS
-from tests.service.harness import TRIVIAL, connect, random_rollouts, save_model, server_command, submit, table_of
+from tests.service.harness import (
+    TRIVIAL,
+    ServerProcess,
+    command,
+    connect,
+    random_rollouts,
+    save_model,
+    submit,
+    table_of,
+)
 from tests.service.proxy import Proxy
 from tests.service.trivial_engine import trivial_hidden, trivial_logits, trivial_topk
 
@@ -143,11 +153,9 @@ class Deployment:
         self._folder, self._rng = folder, rng
         self.wrongly_excluded: set[str] = set()
         self._model = save_model(folder / "model", _VOCAB)
-        self._log = (folder / "server.log").open("wb")
-        self._ready_file = folder / "ready.json"
+        self._log = (folder / "workers.log").open("wb")
         self._server = self._start_server(0, 0)
-        ready = json.loads(self._ready_file.read_text())
-        self.port, self._worker_port = ready["port"], ready["worker_port"]
+        self.port, self._worker_port = self._server.port, self._server.ready["worker_port"]
         self.client_network, self._worker_network = Proxy(self.port), Proxy(self._worker_port)
         self._remotes = [self._start_remote(self._worker_port), self._start_remote(self._worker_network.port)]
         self._faulty = subprocess.Popen(
@@ -160,23 +168,22 @@ class Deployment:
         )
         wait_until(lambda: len(self._workers()) >= 4, _START_S, "all workers")
 
-    def _start_server(self, port: int, worker_port: int) -> subprocess.Popen[bytes]:
-        self._ready_file.unlink(missing_ok=True)
-        options = (*TRIVIAL, "--port", str(port), "--worker-port", str(worker_port), "--n-workers", "2")
-        options += ("--worker-timeout-s", str(_WORKER_TIMEOUT_S), "--ready-file", str(self._ready_file))
-        process = subprocess.Popen(server_command(self._model, *options), stdout=subprocess.DEVNULL, stderr=self._log)
-        wait_until(lambda: self._ready_file.exists() or process.poll() is not None, _START_S, "start of the server")
-        assert process.poll() is None, (self._folder / "server.log").read_text()[-2000:]
-        return process
+    def _start_server(self, port: int, worker_port: int) -> ServerProcess:
+        options = (*TRIVIAL, "--worker-port", str(worker_port), "--worker-timeout-s", str(_WORKER_TIMEOUT_S))
+        server = ServerProcess(self._model, self._folder, port=port, n_workers=2, options=options)
+        server.start()
+        return server.wait_until_ready()
 
     def _start_remote(self, port: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "teacher_server", "worker", "--broker", f"127.0.0.1:{port}"]
-        options = ["--model", str(self._model), *TRIVIAL, "--device", "cpu"]
-        return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=self._log)
+        options = ("--broker", f"127.0.0.1:{port}", "--model", str(self._model), *TRIVIAL, "--device", "cpu")
+        return subprocess.Popen(command("worker", *options), stdout=subprocess.DEVNULL, stderr=self._log)
+
+    def _status(self) -> ServerStatus:
+        with AdminLink(f"tcp://127.0.0.1:{self.port}", None, timeout_s=10.0) as link:
+            return link.status()
 
     def _workers(self) -> list[Any]:
-        with AdminLink(f"tcp://127.0.0.1:{self.port}", None, timeout_s=10.0) as link:
-            return [worker for worker in link.status().workers if not worker.name.startswith("faulty")]
+        return [worker for worker in self._status().workers if not worker.name.startswith("faulty")]
 
     def _own_pid(self) -> int:
         return self._rng.choice([worker.pid for worker in self._workers() if worker.name.startswith("w")])
@@ -201,19 +208,16 @@ class Deployment:
 
     def record_excluded(self) -> None:
         """Record the correct workers that the server has excluded, before it is killed and loses the list."""
-        with AdminLink(f"tcp://127.0.0.1:{self.port}", None, timeout_s=10.0) as link:
-            self.wrongly_excluded |= {
-                f"{k}: {v}" for k, v in link.status().excluded.items() if not k.startswith("faulty")
-            }
+        excluded = self._status().excluded
+        self.wrongly_excluded |= {f"{k}: {v}" for k, v in excluded.items() if not k.startswith("faulty")}
 
     def do_kill_server(self) -> None:
         self.record_excluded()
         self._server.kill()
-        self._server.wait()
         self._server = self._start_server(self.port, self._worker_port)
 
     def do_stop_server(self) -> None:
-        self._pause(self._server.pid, self._rng.uniform(0.2, 0.8))
+        self._pause(self._server.process.pid, self._rng.uniform(0.2, 0.8))
 
     def do_hold_client_network(self) -> None:
         self.client_network.hold()
@@ -252,9 +256,10 @@ class Deployment:
         assert self._faulty.stdout is not None and self._faulty.stdout.readline().strip() == "gone"
 
     def close(self) -> None:
-        for process in (self._faulty, *self._remotes, self._server):
+        for process in (self._faulty, *self._remotes):
             process.kill()
             process.wait(timeout=30)
+        self._server.kill()
         self.client_network.close()
         self._worker_network.close()
         self._log.close()

@@ -39,6 +39,12 @@ def address(server: ServerProcess) -> tuple[str, str]:
     return "--server", f"127.0.0.1:{server.port}"
 
 
+def workers(server: ServerProcess, *words: str) -> set[str]:
+    """Return the names of the server's workers."""
+    status = json.loads(run("status", *address(server), *words, "--json").stdout)
+    return {worker["name"] for worker in status["workers"]}
+
+
 def wait_for_requests(server: ServerProcess, n: int) -> None:
     """Wait until the server has `n` requests. A drain that came before would refuse those on their way."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from gkd.types import Rollout
 from teacher_server.engines import base, signals
 from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, Writing, request_problem, stream_rows
 from teacher_server.engines.load import EngineSettings, load_engine
@@ -82,12 +84,26 @@ def own_rows(scored: Any, mask: np.ndarray) -> Any:
     return TopKTable(*(None if table is None else table[mask] for table in tables))  # type: ignore[arg-type]
 
 
-def plain_logits(model: Path, batch: Sequence[TokenSequence]) -> list[np.ndarray]:
-    """Return [R, V] float64 logits of each sequence: plain transformers in float32, one sequence at a time."""
+def save_biased_model(folder: Path) -> Path:
+    """Save a Phi model, whose LM head has a bias."""
+    model = save_engine_model(folder, kind="Phi", num_key_value_heads=2)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.bias"] = torch.linspace(-3, 3, len(weights["lm_head.bias"]))
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def sequences_of(rollouts: Iterable[Rollout]) -> list[TokenSequence]:
+    """Return the rollouts with their own prompts."""
+    return [TokenSequence(np.concatenate([r.prompt_ids, r.response_ids]), len(r.prompt_ids)) for r in rollouts]
+
+
+def plain_logits(model: Path, batch: Sequence[TokenSequence], dtype: torch.dtype = torch.float32) -> list[np.ndarray]:
+    """Return [R, V] float64 logits of each sequence: plain transformers in `dtype`, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     with torch.inference_mode():
         return [
             plain(input_ids=torch.from_numpy(s.token_ids.astype(np.int64))[None])

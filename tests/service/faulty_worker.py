@@ -91,35 +91,28 @@ class FaultyLink(WorkerLink):
         self.n_replies += 1
         if self.n_replies <= _N_VALID or not self.kind:
             self._send(job_id, frames, final=final)
-        elif self.kind == "swapped":
-            if self.held is None:
-                self.held = (job_id, list(frames))
-                return
+            return
+        if self.kind == "swapped" and self.held is None:
+            self.held = (job_id, frames)
+            return
+        kind, self.kind = self.kind, ""
+        print(f"did {kind}", flush=True)
+        if kind == "swapped":
             other, other_frames = self.held
-            self._report()
             self._send(other, frames)
             self._send(job_id, other_frames)
-        elif self.kind == "doubled":
-            self._report()
+        elif kind == "doubled":
             self._send(job_id, frames)
             self._send(job_id, frames)
             self.leave()
-        elif self.kind == "oversize":
-            self._report()
+        elif kind == "oversize":
             self._send(job_id, [*frames[:-1], bytes(MAX_FRAME_BYTES + 1)])  # closes the connection
             self.leave()
-        elif self.kind == "garbage":
-            self._report()
+        elif kind == "garbage":
             self._outbox.put((os.urandom(60), lambda: [os.urandom(5)]))
             self._outbox_in.send(b"")
         else:
-            edit = EDITS[self.kind]
-            self._report()
-            self._send(job_id, edit(list(frames)))
-
-    def _report(self) -> None:
-        print(f"did {self.kind}", flush=True)
-        self.kind = ""
+            self._send(job_id, EDITS[kind](frames))
 
 
 def main() -> int:
@@ -129,17 +122,7 @@ def main() -> int:
     args = parser.parse_args()
     folder = inspect_model_folder(args.model, needs_weights=False)
     engine = load_engine(
-        EngineSettings(
-            model=folder.path,
-            engine=TRIVIAL[1],
-            device="cpu",
-            dtype="float32",
-            tensor_parallel_size=1,
-            threads=1,
-            max_tokens=folder.max_tokens,
-            max_batch_tokens=8192,
-            gpu_memory_utilization=0.9,
-        )
+        EngineSettings(model=folder.path, max_tokens=folder.max_tokens, engine=TRIVIAL[1], device="cpu")
     )
     for number, line in enumerate(sys.stdin):
         name = f"faulty-{os.getpid()}-{number}"

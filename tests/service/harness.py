@@ -53,6 +53,13 @@ def random_rollouts(n: int, n_vocab: int, seed: int = 0, response: tuple[int, in
     return rollouts
 
 
+def with_ids(rollout: Rollout, n_given: int, n_vocab: int) -> Rollout:
+    """Return it with random ids for the teacher to list, at each response token."""
+    rng = np.random.default_rng(rollout.prompt_id)
+    ids = [rng.permutation(n_vocab)[:n_given] for _ in rollout.response_ids]
+    return replace(rollout, top_ids=np.stack(ids).astype(np.int32))
+
+
 def own_turns(rollout: Rollout, seed: int = 0) -> Rollout:
     """Return it as a trajectory: some turns of the student, between them observations; all its own if R < 3."""
     n, rng = len(rollout.response_ids), np.random.default_rng([seed, rollout.prompt_id])
@@ -100,6 +107,7 @@ def score(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Iterator[tuple[in
 
 
 TRIVIAL = ("--engine", "tests.service.trivial_engine:load")
+PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")  # a stopped worker is not lost
 
 
 def trivial_model(folder: Path, vocab_size: int = 1000) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from teacher_server.wire.payload import pack_topk
-from teacher_server.wire.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, checksum, token_digest
+from teacher_server.wire.protocol import ID_BYTES, RowsReply, ScoreReply, ScoreRequest, as_frame, checksum, token_digest
 from teacher_server.wire.status import ServerStatus
 from teacher_server.wire.table import TopKTable
 from teacher_server.wire.worker_protocol import WorkerHello
@@ -111,7 +111,7 @@ def make_reply(
         "model_fingerprint": "f",
         "worker": "w",
         "signal": "topk",
-        "n_rows": request.n_rows,
+        "n_rows": len(scores.ids),
         "k": request.k,
         "n_entries": scores.ids.size if scores.counts is None else int(scores.counts.sum()),
         "adaptive": scores.counts is not None,
@@ -127,3 +127,16 @@ def make_reply(
     for name, value in changes.items():  # not `replace`, which checks them
         setattr(reply, name, value)
     return reply, frames
+
+
+def rows_message(
+    request: Any, digest: bytes, rows: np.ndarray, start: int, stop: int, stream_id: bytes, index: int, **changes: Any
+) -> tuple[RowsReply, list[memoryview]]:
+    """Return (header, frames) with the rows from `start` to `stop` of a matrix, the reply to a request."""
+    frame = as_frame(np.ascontiguousarray(rows[start:stop]))
+    signal = getattr(request, "signal", "head").replace("topk", "logits")
+    fields = {"request_id": request.request_id, "token_digest": digest, "model_fingerprint": "f", "worker": "w"}
+    fields |= {"stream_id": stream_id, "signal": signal, "index": index, "start": start, "stop": stop}
+    fields |= {"n_rows": len(rows), "n_cols": rows.shape[1], "dtype": "float32", "checksums": [checksum(frame)]}
+    fields |= {"queue_s": 0.0, "compute_s": 0.0}
+    return RowsReply(**(fields | changes)), [frame]

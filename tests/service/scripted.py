@@ -15,7 +15,7 @@ import zmq
 
 from gkd.scoring.teacher.client import ZmqTeacher
 from teacher_server.wire.keys import Authenticator, ServerKeys, secure_server
-from teacher_server.wire.payload import pack_sampled, pack_topk, unpack_tokens
+from teacher_server.wire.payload import unpack_tokens
 from teacher_server.wire.protocol import (
     Buffer,
     ClientMessage,
@@ -24,17 +24,15 @@ from teacher_server.wire.protocol import (
     InfoRequest,
     Ping,
     Pong,
-    ScoreReply,
     ScoreRequest,
     ServerMessage,
-    checksum,
     replies,
     requests,
-    token_digest,
 )
 from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until
 from tests.service.harness import connect, random_rollouts, score
+from tests.service.messages import make_reply
 
 N_VOCAB, N_HIDDEN, K = 50, 6, 8
 Message = list[Buffer]
@@ -52,7 +50,7 @@ def error(request: ScoreRequest, code: Any, retry_after_s: float = 0.0) -> Messa
 
 
 def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Message:
-    """Return a valid reply whose top id at row j is the response token j, so that tests detect swapped replies.
+    """Return a valid `topk` reply whose top id at row j is the response token j, so that tests detect swapped replies.
 
     Probabilities are 1/2, 1/4, ...; with a mass target row j lists j % K + 1 of them.
     """
@@ -61,36 +59,14 @@ def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Me
     response = np.concatenate([ids[n:] for n, ids in zip(lengths[:, 0], sequences, strict=True)])
     response = response[response >= 0]
     n_rows = len(response)
-    fields: dict[str, Any] = {
-        "request_id": request.request_id,
-        "token_digest": token_digest(tokens),
-        "model_fingerprint": "model-a",
-        "worker": "w0",
-        "signal": request.signal,
-        "n_rows": n_rows,
-        "k": request.k,
-        "n_entries": n_rows * request.k,
-        "adaptive": request.mass > 0,
-        "wire": request.wire,
-        "checksums": [],
-        "queue_s": 0.0,
-        "compute_s": 0.0,
-    }
-    if request.signal == "sampled":
-        reply = ScoreReply(**fields)
-        frames = pack_sampled(-response.astype(np.float32), reply)
-    else:
-        ids = ((response[:, None] + np.arange(request.k)) % N_VOCAB).astype(np.int32)  # [R, K]
-        logprobs = np.tile(np.log(0.5) * np.arange(1, request.k + 1, dtype=np.float32), (n_rows, 1))
-        counts = (np.arange(n_rows) % request.k + 1).astype(np.int32) if request.mass else None
-        last = np.full(n_rows, request.k) if counts is None else counts
-        fields["n_entries"] = int(last.sum())
-        fields["with_sampled"] = request.with_sampled
-        reply = ScoreReply(**fields)
-        sampled = -response.astype(np.float32) if request.with_sampled else None
-        frames = pack_topk(TopKTable(ids, logprobs, (0.5**last).astype(np.float32), counts, sampled), reply)
-    fields |= {"checksums": [checksum(frame) for frame in frames]}
-    return [replies.encode(ScoreReply(**(fields | changes))), *frames]
+    ids = ((response[:, None] + np.arange(request.k)) % N_VOCAB).astype(np.int32)  # [R, K]
+    logprobs = np.tile(np.log(0.5) * np.arange(1, request.k + 1, dtype=np.float32), (n_rows, 1))
+    counts = (np.arange(n_rows) % request.k + 1).astype(np.int32) if request.mass else None
+    last = np.full(n_rows, request.k) if counts is None else counts
+    sampled = -response.astype(np.float32) if request.with_sampled else None
+    scores = TopKTable(ids, logprobs, (0.5**last).astype(np.float32), counts, sampled)
+    header, frames = make_reply(request, tokens, scores, **({"model_fingerprint": "model-a", "worker": "w0"} | changes))
+    return [replies.encode(header), *frames]
 
 
 def info_reply(request: InfoRequest) -> InfoReply:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
-from teacher_server.wire.payload import pack_rows, rows_per_message
+from teacher_server.wire.payload import rows_per_message
 from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     Cancel,
@@ -17,12 +18,11 @@ from teacher_server.wire.protocol import (
     ErrorReply,
     HeadRequest,
     Received,
-    RowsReply,
     ScoreRequest,
-    checksum,
     replies,
     token_digest,
 )
+from tests.service.messages import rows_message
 from tests.service.scripted import N_HIDDEN, N_VOCAB, Message, ScriptedServer, one
 
 
@@ -37,35 +37,19 @@ class Stream:
 
     def __init__(self, request: ScoreRequest | HeadRequest, digest: bytes, n_rows: int, n_cols: int, step: int) -> None:
         signal: Any = request.signal if isinstance(request, ScoreRequest) else "head"
-        self.request_id, self.stream_id = request.request_id, os.urandom(16)
+        self.request_id, self.stream_id, self._request = request.request_id, os.urandom(16), request
         self.rows = matrix(signal, n_rows, n_cols)
         self.n_sent = self.n_received = self.most_ahead = 0
         self.worker = "w0"
-        self._digest, self._signal, self._step = digest, signal, step
+        self._digest, self._step = digest, step
         self.n_messages = -(-n_rows // step)
 
     def message(self, index: int, **changes: Any) -> Message:
         start = index * self._step
         stop = min(start + self._step, len(self.rows))
-        frames = pack_rows(self.rows[start:stop])
-        fields: dict[str, Any] = {
-            "request_id": self.request_id,
-            "token_digest": self._digest,
-            "model_fingerprint": "model-a",
-            "worker": self.worker,
-            "stream_id": self.stream_id,
-            "signal": self._signal,
-            "index": index,
-            "start": start,
-            "stop": stop,
-            "n_rows": len(self.rows),
-            "n_cols": self.rows.shape[1],
-            "dtype": "float32",
-            "checksums": [checksum(frame) for frame in frames],
-            "queue_s": 0.0,
-            "compute_s": 0.0,
-        }
-        return [replies.encode(RowsReply(**(fields | changes))), *frames]
+        header, frames = rows_message(self._request, self._digest, self.rows, start, stop, self.stream_id, index)
+        fields = {"model_fingerprint": "model-a", "worker": self.worker} | changes
+        return [replies.encode(structs.replace(header, **fields)), *frames]
 
 
 class StreamingServer(ScriptedServer):

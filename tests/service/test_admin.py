@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherRefusal
@@ -23,9 +21,9 @@ from teacher_server.__main__ import main
 from teacher_server.cli.serve import status_command
 from tests.processes import is_alive, wait_until
 from tests.refusals import refuses
-from tests.service.commands import address, n_scored, run, sent_requests, wait_for_requests
-from tests.service.engine_host import save_engine_model
-from tests.service.harness import TRIVIAL, ServerProcess, command, connect, trivial_model
+from tests.service.commands import address, n_scored, run, sent_requests, wait_for_requests, workers
+from tests.service.engine_host import save_biased_model
+from tests.service.harness import PATIENT, TRIVIAL, ServerProcess, command, connect, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -64,13 +62,13 @@ def test_status_shows_workers_and_their_gpus(server: ServerProcess) -> None:
     text = run("status", *address(server)).stdout
     assert "serving" in text and "math" in text and "code" in text
     status = json.loads(run("status", *address(server), "--json").stdout)
-    workers = {worker["teacher"]: worker for worker in status["workers"]}
-    assert {name: [gpu["id"] for gpu in worker["gpus"]] for name, worker in workers.items()} == {
+    found = {worker["teacher"]: worker for worker in status["workers"]}
+    assert {name: [gpu["id"] for gpu in worker["gpus"]] for name, worker in found.items()} == {
         "math": ["4"],
         "code": ["GPU-5"],
     }
-    assert {worker["pid"] for worker in workers.values()} == set(server.worker_pids)
-    assert all(0 <= worker["last_heard_s"] < 3 for worker in workers.values())
+    assert {worker["pid"] for worker in found.values()} == set(server.worker_pids)
+    assert all(0 <= worker["last_heard_s"] < 3 for worker in found.values())
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background of a script"])
@@ -84,7 +82,6 @@ def test_watch_repeats_until_ctrl_c(server: ServerProcess, *, ignored: bool) -> 
         preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
     )
     try:
-        assert watching.stdout is not None and watching.stderr is not None
         epochs = {json.loads(watching.stdout.readline())["epoch"] for _ in range(3)}
         watching.send_signal(signal.SIGINT)
         assert watching.wait(timeout=30) == 0 and len(epochs) == 1 and watching.stderr.read() == b""
@@ -161,16 +158,12 @@ def test_errors_distinguish_a_refused_key_from_a_hung_server(server: ServerProce
     assert "'w9.9'" in run("drain", *address(server), "--worker", "w9.9", code=2).stderr
 
 
-PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")
-
-
 def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
     """Fails if a drained worker loses requests or is restarted, or if a drain drops queued requests."""
     model = trivial_model(tmp_path / "model")
     with ServerProcess(model, tmp_path, n_workers=2, options=PATIENT) as server:
         run("drain", *address(server), "--worker", "w0.0", "--wait")
-        status = json.loads(run("status", *address(server), "--json").stdout)
-        assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
+        assert workers(server) == {"w1.0"}
         drained, running = server.worker_pids
         wait_until(lambda: not is_alive(drained), 30.0, "exit of the drained worker")
         os.kill(running, signal.SIGSTOP)  # keeps its requests unfinished
@@ -205,8 +198,7 @@ def test_a_worker_that_crashes_while_it_is_drained(tmp_path: Path) -> None:
         output, error = waiting.communicate(timeout=30)
         assert waiting.returncode == 1 and b"w0.0" in error and not output
         wait_until(lambda: "has left" in server.log_text(), 30.0, "the supervisor's notice")
-        status = json.loads(run("status", *address(server), "--json").stdout)
-        assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
+        assert workers(server) == {"w1.0"}
 
 
 def test_sigusr1_drains(tmp_path: Path) -> None:
@@ -254,7 +246,6 @@ def test_a_keyed_server_refuses_a_client_without_keys_and_prints_the_right_comma
         # Long enough for two resends: after a refused handshake the socket has no pipe to send to.
         assert "--keys" in run("status", *address(server), "--timeout", "2.5", code=2).stderr
         assert time.monotonic() - start_s < 60
-        assert server.process.stdout is not None
         ready, line = (server.process.stdout.readline().decode() for _ in range(2))
         words = shlex.split(line.removeprefix("status: "))
         assert ready.startswith("ready: ") and words[1:3] == ["teacher", "status"]
@@ -278,12 +269,7 @@ def test_the_trainer_reports_a_wrong_teacher_name(server: ServerProcess) -> None
 
 def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path: Path) -> None:
     """Fails if signal `hidden` fails only after both pools have started, with an error that lacks the key."""
-    model = save_engine_model(tmp_path / "phi", kind="Phi", num_key_value_heads=2)
-    file = model / "model.safetensors"
-    weights = load_file(file)
-    weights["lm_head.bias"] = torch.ones(len(weights["lm_head.bias"]))
-    save_file(weights, file, {"format": "pt"})
-    with ServerProcess(model, tmp_path) as server:
+    with ServerProcess(save_biased_model(tmp_path / "phi"), tmp_path) as server:
         base = [f"teacher.server_port={server.port}"]
         assert request_info(*load_config(None, base).derived.routes).vocab_size > 0
         with pytest.raises(ConfigError) as caught:

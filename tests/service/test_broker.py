@@ -34,23 +34,16 @@ from teacher_server.wire.protocol import (
 )
 from teacher_server.wire.worker_protocol import Dismiss, JobCancel, JobReceived
 from tests.processes import wait_until
-from tests.service.broker_rig import OPEN, Rig, ScriptedWorker, rows_message
-from tests.service.messages import H, V, make_hello, make_reply, make_request, make_scores, make_tokens
+from tests.service.broker_rig import Rig, ScriptedWorker
+from tests.service.messages import H, V, make_hello, make_reply, make_request, make_scores, make_tokens, rows_message
 
 pytestmark = pytest.mark.service
 
 
-@pytest.fixture(autouse=True)
-def release_rigs() -> Iterator[None]:
-    """Stop the brokers of a failed test; else the garbage collector blocks in a later test."""
-    yield
-    for rig in list(OPEN):
-        rig.release()
-
-
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Start a broker, with the settings that a test gives as the parameter."""
+    rig = Rig(tmp_path, **getattr(request, "param", {}))
     yield rig
     rig.close()
 
@@ -226,9 +219,9 @@ def test_a_stream_with_a_gap_excludes_its_worker(rig: Rig, second: dict[str, Any
     assert rig.event("excluded")[1] == "w"
 
 
-def test_rows_of_an_earlier_attempt_are_dropped_without_exclusion(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rig", [{"worker_timeout_s": 0.5}], indirect=True)
+def test_rows_of_an_earlier_attempt_are_dropped_without_exclusion(rig: Rig) -> None:
     """Fails if a worker that was briefly silent during a stream is excluded."""
-    rig = Rig(tmp_path, worker_timeout_s=0.5)
     worker, client = rig.worker(), rig.client()
     client.score(signal="logits")
     job_id, request, tokens = worker.job()
@@ -242,7 +235,6 @@ def test_rows_of_an_earlier_attempt_are_dropped_without_exclusion(tmp_path: Path
     assert client.receives_nothing(), "rows of an earlier attempt"
     worker.reply(job_id, *rows_message(request, digest, rows, 0, 30, worker.stream_id, 0))
     assert client.receive()[0].stop == 30 and client.status().excluded == {}
-    rig.close()
 
 
 def test_long_texts_of_a_worker_are_truncated(rig: Rig) -> None:
@@ -299,9 +291,9 @@ def test_deadlines_and_cancels_reach_the_worker(rig: Rig) -> None:
     assert client.receives_nothing()
 
 
-def test_names_of_teachers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rig", [{"teachers": {"math": "f", "code": ""}}], indirect=True)
+def test_names_of_teachers(rig: Rig) -> None:
     """Fails if a request with no teacher name, or a wrong one, is scored by some teacher of several."""
-    rig = Rig(tmp_path, teachers={"math": "f", "code": ""})
     client = rig.client()
 
     def info(name: str) -> Any:
@@ -323,12 +315,10 @@ def test_names_of_teachers(tmp_path: Path) -> None:
     assert "'maths'" in refusal and "code, math" in refusal
     client.score(teacher="code")
     assert code.job()[1].teacher == "code" and math.receives_nothing()
-    rig.close()
 
 
-def test_draining_finishes_admitted_requests(tmp_path: Path) -> None:
+def test_draining_finishes_admitted_requests(rig: Rig) -> None:
     """Fails if a drain drops a request, admits a new one, or never reports its end."""
-    rig = Rig(tmp_path)
     worker, client = rig.worker(), rig.client()
     sent = client.score()
     client.send(DrainRequest(request_id=bytes(16)))
@@ -346,7 +336,6 @@ def test_draining_finishes_admitted_requests(tmp_path: Path) -> None:
     rig.event("drained")
     client.send(Ping())
     assert client.receive()[0].draining
-    rig.close()
 
 
 def test_a_drained_worker_finishes_and_is_dismissed(rig: Rig) -> None:
@@ -373,13 +362,12 @@ def test_a_drained_worker_finishes_and_is_dismissed(rig: Rig) -> None:
     assert client.status().n_queued == 1, "the second request waits for another worker"
 
 
-def test_a_worker_of_another_model_does_not_join_even_if_it_is_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rig", [{"teachers": {"": "f"}}], indirect=True)
+def test_a_worker_of_another_model_does_not_join_even_if_it_is_first(rig: Rig) -> None:
     """Fails if a worker left over from another model determines the model of a restarted server."""
-    rig = Rig(tmp_path, teachers={"": "f"})
     stale = rig.worker(model_fingerprint="old")
     assert "model_fingerprint old differs from the f" in stale.receive()[0].why
     assert rig.client().status().workers == []
-    rig.close()
 
 
 def test_a_drained_worker_stays_drained_after_a_reconnect(rig: Rig) -> None:
@@ -394,13 +382,12 @@ def test_a_drained_worker_stays_drained_after_a_reconnect(rig: Rig) -> None:
     assert client.status().n_queued == 1
 
 
-def test_names_of_local_workers_are_reserved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rig", [{"worker_port": 0}], indirect=True)
+def test_names_of_local_workers_are_reserved(rig: Rig) -> None:
     """Fails if a remote worker can use the name of a local one, whose refusal would end the server."""
-    rig = Rig(tmp_path, worker_port=0)
     remote = ScriptedWorker(rig.context, f"tcp://127.0.0.1:{rig.broker.worker_port}", name="w0.0")
     assert "name w0.0" in remote.receive()[0].why
     assert rig.broker.events.empty()
-    rig.close()
 
 
 def test_a_dead_broker_thread_can_be_stopped(tmp_path: Path) -> None:

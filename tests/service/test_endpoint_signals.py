@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from gkd.config.load import load_config
 from gkd.data.score_checks import validate_scores
@@ -22,9 +20,11 @@ from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.window import Window
 from gkd.text.comparison import Comparison
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
+from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
 from tests.processes import wait_until
-from tests.service.harness import ServerProcess, random_rollouts
+from tests.service.engine_host import plain_logits, plain_logprobs, sequences_of
+from tests.service.harness import ServerProcess, random_rollouts, with_ids
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error, valid_reply
 
@@ -59,16 +59,9 @@ def references(tiny_model: Path, rollouts: list[Rollout]) -> list[np.ndarray]:
 
 
 def references_of(tiny_model: Path, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Compute [R, CUT] float32 log_softmax(logits / TEMPERATURE) of each rollout: one sequence, no padding."""
-    torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    rows = []
-    for rollout in rollouts:
-        tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
-        with torch.inference_mode():
-            logits = network(input_ids=tokens[None]).logits[0, len(rollout.prompt_ids) - 1 : -1, :CUT]
-        rows.append((logits / TEMPERATURE).log_softmax(-1).numpy())
-    return rows
+    """Compute [R, CUT] float64 log_softmax(logits / TEMPERATURE) of each rollout: one sequence, no padding."""
+    params = ScoreParams("topk", temperature=TEMPERATURE, n_vocab=CUT)
+    return [plain_logprobs(logits, params) for logits in plain_logits(tiny_model, sequences_of(rollouts))]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -99,7 +92,6 @@ def check_topk(scores: Sequence[TeacherScores], references: list[np.ndarray], ma
     """Check that each row is the reference's top 8, or the part of it that reaches `mass`, and return the lengths."""
     lengths = []
     for score, reference in zip(scores, references, strict=True):
-        assert score.topk is not None
         for row, full in enumerate(reference):
             n = 8 if score.topk.counts is None else int(score.topk.counts[row])
             largest = -np.sort(-full)[:8]
@@ -159,9 +151,7 @@ def test_the_list_contains_the_students_ids(
         replace(
             rollout,
             on_policy=bool(i % 4),
-            top_ids=np.stack([rng.permutation(CUT)[:n_given] for _ in rollout.response_ids]).astype(np.int32)
-            if i % 4
-            else None,
+            top_ids=with_ids(rollout, n_given, CUT).top_ids if i % 4 else None,
             teacher_ids=rng.integers(0, CUT, 3 + i).astype(np.int32) if own_prompt else None,
         )
         for i, rollout in enumerate(rollouts)
@@ -320,14 +310,10 @@ def test_the_teacher_scores_after_its_own_prompt(
         check_topk(scores, expected)
     elif signal == "sampled":
         check_sampled(scores, mixed, expected)
-    elif signal == "logits":
-        for score, reference in zip(scores, expected, strict=True):
-            assert score.logits is not None
-            np.testing.assert_allclose(log_softmax(score.logits), reference, atol=1e-4)
     else:
         for score, reference in zip(scores, expected, strict=True):
-            assert score.hidden is not None
-            np.testing.assert_allclose(log_softmax(score.hidden @ head.T / TEMPERATURE), reference, atol=1e-4)
+            logits = score.logits if signal == "logits" else score.hidden @ head.T / TEMPERATURE
+            np.testing.assert_allclose(log_softmax(logits), reference, atol=1e-4)
 
 
 def table_bytes(score: TeacherScores) -> bytes:

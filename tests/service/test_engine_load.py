@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from teacher_server.engines import hf
 from teacher_server.engines.base import ScoreParams, TokenSequence, Writing
@@ -22,7 +23,16 @@ from teacher_server.errors import ServerError
 from tests.model_families import save_family
 from tests.model_parts import enter_vllm
 from tests.processes import is_alive, wait_until
-from tests.service.engine_host import Ask, engine_settings, hosted, local, mixed_batch, plain_logits, save_engine_model
+from tests.service.engine_host import (
+    Ask,
+    engine_settings,
+    hosted,
+    local,
+    mixed_batch,
+    plain_logits,
+    save_biased_model,
+    save_engine_model,
+)
 from tests.service.harness import TRIVIAL, trivial_model
 from tests.service.test_engine_contract import TOLERANCE, check_topk
 
@@ -34,8 +44,6 @@ def test_the_share_of_a_gpu_bounds_the_engine_hf(
     torch_sees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the teacher takes memory of a trainer on the same GPU, because torch caches whatever is free."""
-    import torch
-
     limits: list[tuple[float, str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     torch_sees(2)
@@ -102,7 +110,6 @@ def test_a_model_with_soft_caps_is_served_with_them(tmp_path: Path, cap: float, 
 
 def test_a_model_whose_backbone_is_not_found_is_refused(tmp_path: Path) -> None:
     """Fails if Llama 4, whose head transformers does not separate, ends in a traceback."""
-    import torch
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 2}
@@ -115,8 +122,6 @@ def test_a_model_whose_backbone_is_not_found_is_refused(tmp_path: Path) -> None:
 
 def test_a_nan_is_not_mistaken_for_a_cap(tmp_path: Path) -> None:
     """Fails if damaged weights are reported as an unsupported model, or served."""
-    from safetensors.torch import load_file, save_file
-
     file = save_engine_model(tmp_path, vocab_size=50) / "model.safetensors"
     weights = load_file(file)
     weights["lm_head.weight"][7] = float("nan")
@@ -127,16 +132,7 @@ def test_a_nan_is_not_mistaken_for_a_cap(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a Phi model, whose LM head has a bias."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    model = save_engine_model(tmp_path_factory.mktemp("models") / "phi", kind="Phi", num_key_value_heads=2)
-    file = model / "model.safetensors"
-    weights = load_file(file)
-    weights["lm_head.bias"] = torch.linspace(-3, 3, len(weights["lm_head.bias"]))
-    save_file(weights, file, {"format": "pt"})
-    return model
+    return save_biased_model(tmp_path_factory.mktemp("models") / "phi")
 
 
 def check_biased(ask: Ask, model: Path) -> None:

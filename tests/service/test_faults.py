@@ -11,6 +11,7 @@ import pytest
 
 from tests.processes import is_alive, wait_until
 from tests.service.harness import (
+    PATIENT,
     TRIVIAL,
     ServerProcess,
     connect,
@@ -23,9 +24,6 @@ from tests.service.harness import (
 
 pytestmark = pytest.mark.service
 N_VOCAB = 1000
-
-
-PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")  # a stopped worker is not lost
 
 
 def test_a_killed_worker_loses_nothing(tmp_path: Path) -> None:

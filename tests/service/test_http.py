@@ -16,18 +16,18 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from gkd.types import Rollout
 from teacher_server.__main__ import main
+from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.http.app import MAX_BODY, MEDIA_TYPE
 from teacher_server.wire.payload import read_messages, unpack_topk
 from teacher_server.wire.table import TopKTable
 from tests.processes import wait_until
 from tests.service.commands import address, run
 from tests.service.conftest import TINY_VOCAB
-from tests.service.harness import TRIVIAL, ServerProcess, connect, random_rollouts, trivial_model
+from tests.service.engine_host import plain_logits, plain_logprobs
+from tests.service.harness import PATIENT, TRIVIAL, ServerProcess, connect, random_rollouts, trivial_model
 from tests.service.http_out import (
     HttpProcess,
     completions,
@@ -58,11 +58,9 @@ def tokens_of(rollout: Rollout) -> list[int]:
 
 
 def reference(model: Path, ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-    """Return [N - 1, V] float32 logprobs by Transformers; row j predicts token j + 1."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        logits = hf(torch.tensor([[*ids]])).logits[0, :-1]
-    return torch.log_softmax(logits / temperature, -1).numpy()
+    """Return [N - 1, V] float64 logprobs by Transformers; row j predicts token j + 1."""
+    (logits,) = plain_logits(model, [TokenSequence(np.array(ids, np.int32), 1)])
+    return plain_logprobs(logits, ScoreParams("topk", temperature=temperature))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -75,7 +73,6 @@ def test_trl_s_client_gets_the_teacher_s_scores(
     with connect(tiny_server.port, k=K, temperature=temperature) as teacher:
         direct = [teacher.submit([each], ("topk", "sampled")).result()[0] for each in rollouts]
     for each, ours, scores in zip(rollouts, found, direct, strict=True):
-        assert scores.topk is not None
         assert np.array_equal(ours["ids"], scores.topk.ids)
         assert np.abs(ours["logprobs"] - scores.topk.logprobs).max() <= CLOSE
         assert np.abs(ours["actual"] - scores.sampled_logprobs).max() <= CLOSE
@@ -308,9 +305,6 @@ def test_the_model_chooses_the_teacher(tmp_path: Path) -> None:
         statuses = {name: post(url, asked | {"model": name}).status_code for name in ("math", "code", "", "none")}
         assert statuses == {"math": 400, "code": 200, "": 404, "none": 404}  # only `code` has the token 1500
         assert post(url, asked | {"model": str(tmp_path / "code")}).status_code == 200
-
-
-PATIENT = (*TRIVIAL, "--worker-timeout-s", "60")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from gkd.config.load import load_config
-from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.errors import TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.preflight.http_teacher import probed
 from gkd.preflight.teacher import request_info
 from gkd.scoring.teacher.http_forms import Asked, request_of, scores_of
 from gkd.scoring.teacher.info import Probe
-from gkd.types import Rollout
+from gkd.types import Rollout, TeacherScores
 from teacher_server.client.generate import AnswerSettings, NamedPrompt
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import save_model
@@ -33,7 +34,7 @@ from tests.processes import wait_until
 from tests.refusals import refuses
 from tests.service.harness import own_turns, random_rollouts
 from tests.service.http_faults import FAULTS, K
-from tests.service.http_servers import N_VOCAB, ScriptedHttp, distributions, http_teacher, valid_reply
+from tests.service.http_servers import N_VOCAB, Script, ScriptedHttp, distributions, http_teacher, valid_reply
 
 pytestmark = pytest.mark.service
 BOTH = ("topk", "sampled")
@@ -47,6 +48,11 @@ def good(path: str, request: Any) -> tuple[int, bytes]:
     if path in ("/health", "/tokenize"):
         return (200, b"") if path == "/health" else (404, b"")
     return 200, json.dumps(valid_reply(path, request)).encode()
+
+
+def scoring_by(answer: Callable[[], tuple[int, bytes] | None]) -> Script:
+    """Return a script that gives scores as `answer` does, or after it if it returns nothing; the rest as `good`."""
+    return lambda path, request: (path == "/v1/completions" and answer()) or good(path, request)
 
 
 def rollouts(n: int, seed: int = 0) -> list[Rollout]:
@@ -89,7 +95,6 @@ def test_scores_of_both_dialects(dialect: str) -> None:
             np.testing.assert_array_equal(only.sampled_logprobs, whole.sampled_logprobs)
             (scores,) = teacher.submit([rollout], BOTH).result()
             own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
-            assert scores.topk is not None and whole.topk is not None and whole.sampled_logprobs is not None
             np.testing.assert_array_equal(scores.sampled_logprobs, whole.sampled_logprobs[own])
             for name in ("ids", "logprobs", "tail"):
                 np.testing.assert_array_equal(getattr(scores.topk, name), getattr(whole.topk, name)[own])
@@ -108,18 +113,19 @@ def test_given_ids_of_own_tokens_have_rows_for_all() -> None:
     assert path == "/inference/v1/generate"
     assert len(sent) == 5 and (sent[1], sent[4]) == ([3, 1], [2, 7])
     assert all(ids in given.tolist() for ids in sent), "a server refuses ids that repeat, or that it does not have"
-    file = io.BytesIO()
     rows = np.log(np.array([[0.9, 0.1], [0.5, 0.25], [0.9, 0.1], [0.9, 0.1], [0.1, 0.7]], np.float32))
-    np.lib.format.write_array(file, rows, (1, 0))
-    reply = msgspec.json.encode({"prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode()})
-    scores = scores_of("vllm", reply, asked, N_VOCAB)
+
+    def read(replied: np.ndarray) -> TeacherScores:
+        file = io.BytesIO()
+        np.lib.format.write_array(file, replied, (1, 0))
+        reply = msgspec.json.encode({"prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode()})
+        return scores_of("vllm", reply, asked, N_VOCAB)
+
+    scores = read(rows)
     assert scores.topk is not None and scores.topk.ids.tolist() == [[3, 1], [7, 2]]
     np.testing.assert_array_equal(scores.topk.logprobs, [rows[1], rows[4][::-1]])
-    file = io.BytesIO()
-    np.lib.format.write_array(file, np.where(np.arange(5)[:, None] == 4, np.float32(0.5), rows), (1, 0))
-    reply = msgspec.json.encode({"prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode()})
     with pytest.raises(TeacherError, match="x: response position 4 "):
-        scores_of("vllm", reply, asked, N_VOCAB)
+        read(np.where(np.arange(5)[:, None] == 4, np.float32(0.5), rows))
 
 
 @pytest.mark.parametrize("with_sampled", [False, True])
@@ -232,22 +238,20 @@ def test_only_answers_that_were_asked_for_are_accepted(dialect: str) -> None:
 
 def test_failures_that_pass_are_sent_again() -> None:
     """Fails if a busy server, a proxy without a backend, a lost connection or a failed pass ends the run."""
-    seen: list[int] = []
+    failures = [429, 0, 503, 500, 0, 504]
 
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            seen.append(1)
-            if len(seen) <= 6:
-                if len(seen) in (2, 5):
-                    raise ConnectionError
-                return (429, 0, 503, 500, 0, 504)[len(seen) - 1], b"busy"
-        return good(path, request)
+    def answer() -> tuple[int, bytes] | None:
+        if not failures:
+            return None
+        if status := failures.pop(0):
+            return status, b"busy"
+        raise ConnectionError
 
     (rollout,) = rollouts(1)
-    with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB) as teacher:
+    with ScriptedHttp(scoring_by(answer)) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB) as teacher:
         (scores,) = teacher.submit([rollout], BOTH).result(timeout=30)
     check(rollout, scores)
-    assert len(seen) == 7
+    assert server.paths.count("/v1/completions") == 7
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -291,18 +295,11 @@ def test_other_weights_after_an_outage_end_the_run(dialect: str) -> None:
 @pytest.mark.parametrize("status", [400, 404, 302, 500])
 def test_refusals_are_final(status: int) -> None:
     """Fails if a request that no server will answer is repeated for ever, or if its error lacks the server's text."""
-    n_seen: list[int] = []
-
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            n_seen.append(1)
-            return status, b"too long"
-        return good(path, request)
-
+    script = scoring_by(lambda: (status, b"too long"))
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K) as teacher:
         with pytest.raises(TeacherRefusal, match="prompt 0, sample 0"):
             teacher.submit(rollouts(1), BOTH).result(timeout=60)
-        assert len(n_seen) == (6 if status == 500 else 1)
+        assert server.paths.count("/v1/completions") == (6 if status == 500 else 1)
         assert teacher.info().fingerprint == "m", "the client remains usable"
 
 
@@ -321,12 +318,7 @@ def test_a_silent_server_is_an_outage() -> None:
 def test_a_stuck_server_that_answers_pings_is_an_outage() -> None:
     """Fails if /health alone keeps a run waiting, or if a request without a reply is not sent again."""
     release = threading.Event()
-
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            release.wait(30)
-        return good(path, request)
-
+    script = scoring_by(lambda: release.wait(30) and None)
     limits = {"outage_budget_s": 1.5, "request_timeout_s": 0.5}
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, **limits) as teacher:
         futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(3)]
@@ -356,13 +348,7 @@ def test_servers_take_turns_and_one_may_be_gone() -> None:
 def test_a_cancelled_or_closed_request_ends() -> None:
     """Fails if the end of a chunk leaves requests at the server, or if `close` leaves a future that never completes."""
     release = threading.Event()
-
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            release.wait(30)
-        return good(path, request)
-
-    with ScriptedHttp(script) as server:
+    with ScriptedHttp(scoring_by(lambda: release.wait(30) and None)) as server:
         teacher = http_teacher(server.url, k=K)
         first, second = (teacher.submit([rollout], BOTH) for rollout in rollouts(2))
         wait_until(lambda: teacher.health().n_in_flight == 2, 30.0, "two requests")
@@ -380,16 +366,15 @@ def test_no_more_than_the_window_is_in_flight() -> None:
     """Fails if a chunk of sequences arrives at the server at once, whatever teacher.max_in_flight is."""
     lock, now, most, three = threading.Lock(), [0], [0], threading.Event()
 
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            with lock:
-                now[0] += 1
-                most[0] = max(most[0], now[0])
-            assert three.wait(30)
-            with lock:
-                now[0] -= 1
-        return good(path, request)
+    def answer() -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        assert three.wait(30)
+        with lock:
+            now[0] -= 1
 
+    script = scoring_by(answer)
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB, n_in_flight=3) as teacher:
         futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(30)]
         wait_until(lambda: most[0] >= 3, 30.0, "three requests")
@@ -404,11 +389,7 @@ def test_the_api_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, ca
     key = "sk-very-secret-0123456789"
     monkeypatch.setenv("HTTP_TEST_KEY", key)
 
-    def script(path: str, request: Any) -> tuple[int, bytes]:
-        if path == "/v1/completions":
-            return 401, f"Incorrect API key provided: {key}".encode()
-        return good(path, request)
-
+    script = scoring_by(lambda: (401, f"Incorrect API key provided: {key}".encode()))
     caplog.set_level("DEBUG")
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, api_key_env="HTTP_TEST_KEY") as teacher:
         with pytest.raises(TeacherRefusal) as caught:
@@ -417,6 +398,5 @@ def test_the_api_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, ca
     assert caught.value.code == "http 401" and "Incorrect API key" in str(caught.value)
     assert key not in str(caught.value) + caplog.text + repr(vars(teacher)["_teacher"])
     monkeypatch.delenv("HTTP_TEST_KEY")
-    with pytest.raises(ConfigError) as missing:
+    with refuses("teacher.api_key_env"):
         http_teacher("http://127.0.0.1:1", api_key_env="HTTP_TEST_KEY")
-    assert missing.value.key == "teacher.api_key_env"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
 from tests.processes import FOREVER, is_alive, wait_until
-from tests.service.commands import address, n_scored, run, sent_requests
+from tests.service.commands import address, n_scored, run, sent_requests, workers
 from tests.service.harness import TRIVIAL, ServerProcess, command, trivial_model
 from tests.unit.test_server_settings import settings_of
 
@@ -46,11 +47,6 @@ def join(model: Path) -> Iterator[Join]:
     for process in started:
         process.kill()
         process.communicate(timeout=30)
-
-
-def workers(server: ServerProcess, *words: str) -> set[str]:
-    status = json.loads(run("status", *address(server), *words, "--json").stdout)
-    return {worker["name"] for worker in status["workers"]}
 
 
 def log_of(process: subprocess.Popen[str]) -> str:
@@ -102,7 +98,6 @@ def test_a_second_signal_ends_a_worker_at_once(model: Path, join: Join) -> None:
     """Fails if only SIGKILL ends a worker whose broker does not dismiss it."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         worker = join(silent.bind_to_random_port("tcp://127.0.0.1"), "--name", "waiting")
-        assert worker.stderr is not None
         missing = {"loaded", "connected"}
         while missing:
             line = worker.stderr.readline()
@@ -148,20 +143,34 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, model: Path, number: signal
     wait_until(lambda: not is_alive(pid), 30.0, "exit of the new worker")
 
 
-class SleepingWorkers(WorkerCommand):
-    """Start processes that never join; the test sends the broker's events about them."""
+class FailsOnExit(WorkerCommand):
+    """Start processes that never join and exit with code 1 on SIGUSR1, except the one of slot `stubborn`."""
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
-        return [sys.executable, "-c", FOREVER]
+        handler = "signal.SIG_IGN" if plan.gpus == ("stubborn",) else "lambda *_: sys.exit(1)"
+        code = f"import signal, sys; signal.signal(signal.SIGUSR1, {handler}); print('up', flush=True); {FOREVER}"
+        return [sys.executable, "-c", code]
+
+
+@contextmanager
+def supervised(
+    folder: Path, gpus: str, workers: type[WorkerCommand] = FailsOnExit, endpoint: str = ""
+) -> Iterator[tuple[Broker, Supervisor]]:
+    """Start a supervisor with one slot per entry of `gpus`. Its broker gets events from the test only."""
+    plans = plan_workers(settings_of("--model", "m", "--device", "cpu", "--gpus", gpus), FoundGpus((), "", {}))
+    broker = Broker("127.0.0.1", 0, f"ipc://{folder}/workers")
+    broker.start()
+    supervisor = Supervisor(workers(endpoint, 1.0, "text"), plans, broker)
+    try:
+        yield broker, supervisor
+    finally:
+        supervisor.stop()
+        broker.stop()
 
 
 def test_a_slot_that_is_repeatedly_excluded_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if workers on a faulty GPU are restarted forever, or one bad reply in a long time ends the server."""
     monkeypatch.setattr("teacher_server.cli.supervisor._EXCLUDED_EXIT_S", 0.05)
-    plans = plan_workers(settings_of("--model", "m", "--device", "cpu", "--gpus", "7"), FoundGpus((), "", {}))
-    broker = Broker("127.0.0.1", 0, f"ipc://{tmp_path}/workers")
-    broker.start()
-    supervisor = Supervisor(SleepingWorkers("", 1.0, "text"), plans, broker)
 
     def exclude(name: str) -> None:
         broker.events.put(WorkerEvent("ready", name, ""))
@@ -177,16 +186,13 @@ def test_a_slot_that_is_repeatedly_excluded_ends_the_server(tmp_path: Path, monk
         wait_until(has_exited, 30.0, "exit of the excluded worker")
         supervisor.check()
 
-    try:
+    with supervised(tmp_path, "7") as (broker, supervisor):
         exclude("w0.0")
         for good_time_s, name in ((0.0, "w0.1"), (600.0, "w0.2")):  # after a good time the count starts again
             monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", good_time_s)
             exclude(name)
         with pytest.raises(ServerError, match="GPU 7.* 3 times.* a NaN in logprobs"):
             exclude("w0.3")
-    finally:
-        supervisor.stop()
-        broker.stop()
 
 
 class WritesItsPath(WorkerCommand):
@@ -199,34 +205,11 @@ class WritesItsPath(WorkerCommand):
 
 def test_a_worker_finds_the_package_wherever_the_server_was_started(tmp_path: Path) -> None:
     """Fails if workers of a server that is not installed cannot start, or import its modules as `log` or `wire`."""
-    plans = plan_workers(settings_of("--model", "m", "--device", "cpu"), FoundGpus((), "", {}))
-    broker, file = Broker("127.0.0.1", 0, f"ipc://{tmp_path}/workers"), tmp_path / "path"
-    broker.start()
-    supervisor = Supervisor(WritesItsPath(str(file), 1.0, "text"), plans, broker)
-    try:
+    file = tmp_path / "path"
+    with supervised(tmp_path, "a", WritesItsPath, str(file)):
         wait_until(lambda: file.exists() and file.read_text().endswith("\n"), 20.0, "the worker's path")
-    finally:
-        supervisor.stop()
-        broker.stop()
     first = Path(file.read_text().rstrip().split(os.pathsep)[0])
     assert (first / "teacher_server" / "__main__.py").is_file()
-
-
-class FailsOnExit(WorkerCommand):
-    """Start processes that never join and exit with code 1 on SIGUSR1, except the one of slot `stubborn`."""
-
-    def argv(self, plan: WorkerPlan, name: str) -> list[str]:
-        handler = "signal.SIG_IGN" if plan.gpus == ("stubborn",) else "lambda *_: sys.exit(1)"
-        code = f"import signal, sys; signal.signal(signal.SIGUSR1, {handler}); print('up', flush=True); {FOREVER}"
-        return [sys.executable, "-c", code]
-
-
-def supervise(folder: Path, gpus: str) -> tuple[Broker, Supervisor]:
-    """Start a supervisor with one slot per entry of `gpus`. Its broker gets events from the test only."""
-    plans = plan_workers(settings_of("--model", "m", "--device", "cpu", "--gpus", gpus), FoundGpus((), "", {}))
-    broker = Broker("127.0.0.1", 0, f"ipc://{folder}/workers")
-    broker.start()
-    return broker, Supervisor(FailsOnExit("", 1.0, "text"), plans, broker)
 
 
 def test_a_dismissed_worker_is_not_replaced_after_any_exit_code(
@@ -234,8 +217,7 @@ def test_a_dismissed_worker_is_not_replaced_after_any_exit_code(
 ) -> None:
     """Fails if a drained worker is restarted because its engine exited with an error, or if it can hang forever."""
     monkeypatch.setattr("teacher_server.cli.supervisor._DISMISSED_EXIT_S", 0.2)
-    broker, supervisor = supervise(tmp_path, "a,stubborn")
-    try:
+    with supervised(tmp_path, "a,stubborn") as (broker, supervisor):
         pids, printed = supervisor.pids, list[str]()  # what a worker prints goes to stderr
         wait_until(lambda: printed.append(capfd.readouterr().err) or "".join(printed).count("up") == 2, 20.0, "workers")
         for name in ("w0.0", "w1.0"):
@@ -251,15 +233,11 @@ def test_a_dismissed_worker_is_not_replaced_after_any_exit_code(
 
         wait_until(all_left, 30.0, "exit of both workers")
         assert not any(is_alive(pid) for pid in pids) and not supervisor.n_loading
-    finally:
-        supervisor.stop()
-        broker.stop()
 
 
 def test_a_worker_lost_while_others_load_is_restarted(tmp_path: Path) -> None:
     """Fails if a crash of one worker while another one loads ends the server."""
-    broker, supervisor = supervise(tmp_path, "a,b")
-    try:
+    with supervised(tmp_path, "a,b") as (broker, supervisor):
         first, loading = supervisor.pids
         broker.events.put(WorkerEvent("ready", "w0.0", ""))
         supervisor.check()
@@ -271,6 +249,3 @@ def test_a_worker_lost_while_others_load_is_restarted(tmp_path: Path) -> None:
         wait_until(lambda: not is_alive(loading), 30.0, "exit of the other worker")
         with pytest.raises(ServerError, match=r"w1\.0.* code -9"):
             supervisor.check()
-    finally:
-        supervisor.stop()
-        broker.stop()

@@ -27,7 +27,7 @@ from teacher_server.wire.protocol import (
     token_digest,
 )
 from tests.service.conftest import TRIVIAL_VOCAB
-from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts
+from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts, with_ids
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import ScriptedServer, client, valid_reply
@@ -60,13 +60,6 @@ def random_masks(n: int) -> list[Rollout]:
     return [replace(rollout, own=mask) for rollout, mask in zip(rollouts, masks, strict=True)]
 
 
-def with_ids(rollout: Rollout) -> Rollout:
-    """Return a whole response with ids at each token."""
-    rng = np.random.default_rng(rollout.prompt_id)
-    ids = np.stack([rng.permutation(N_VOCAB)[:N_GIVEN] for _ in rollout.response_ids]).astype(np.int32)
-    return replace(rollout, top_ids=ids)
-
-
 def tables_of(scores: TeacherScores) -> dict[str, np.ndarray]:
     """Return all arrays by name."""
     found = {name: getattr(scores, name) for name in ("sampled_logprobs", "logits", "hidden")}
@@ -86,7 +79,7 @@ def test_rows_are_those_of_the_whole_response(trivial_server: ServerProcess, nam
     masked[3] = replace(masked[3], teacher_ids=np.arange(5, dtype=np.int32))
     whole = [replace(rollout, own=None) for rollout in masked]
     if name == "given":
-        whole = [with_ids(rollout) for rollout in whole]
+        whole = [with_ids(rollout, N_GIVEN, N_VOCAB) for rollout in whole]
         ids = [rollout.top_ids for rollout in whole]
         masked = [replace(m, top_ids=i if m.own is None else i[m.own]) for m, i in zip(masked, ids, strict=True)]  # type: ignore[index]
     size = 1 if name in ("logits", "hidden") else 12
@@ -120,7 +113,6 @@ def test_the_tokens_carry_the_mask(trivial_server: ServerProcess) -> None:
     """Fails if two masks of one sequence have the same digest, ids are lost, or the header has another number."""
     (rollout,) = trajectories(1, response=(20, 20))
     own = rollout.own
-    assert own is not None
     sent = message([rollout])
     tokens = np.frombuffer(sent.frames[0], "<i4")
     response = tokens[len(rollout.prompt_ids) :]
@@ -156,9 +148,7 @@ def test_limits_count_rows() -> None:
     assert message([long], k=1 << 16).header.n_rows == 500
     with pytest.raises(TeacherError, match="600 rows"):
         message([rollout], k=1 << 16)
-    ids = with_ids(rollout).top_ids
-    assert ids is not None
-    given = message([replace(long, top_ids=ids[own])])
+    given = message([replace(long, top_ids=with_ids(rollout, N_GIVEN, N_VOCAB).top_ids[own])])
     assert sum(memoryview(frame).nbytes for frame in given.frames[1:]) == 500 * N_GIVEN * 3
 
 
@@ -199,7 +189,6 @@ def test_a_reply_with_other_rows_is_damaged() -> None:
     with ScriptedServer(script) as scripted, client(scripted) as teacher:
         (scores,) = teacher.submit([rollout], ("topk",)).result(timeout=30)
         assert teacher.stats.n_damaged == 2
-    assert scores.topk is not None
     np.testing.assert_array_equal(scores.topk.ids[:, 0], rollout.own_ids)
 
 

@@ -23,6 +23,8 @@ from tests.service.engine_host import (
     masked,
     masks_of,
     own_rows,
+    plain_logits,
+    plain_logprobs,
     save_engine_model,
 )
 
@@ -78,11 +80,12 @@ def siblings(seed: int, n_prompt: int, lengths: list[int], vocab: int = VOCAB - 
     return batch
 
 
-def mixed() -> list[TokenSequence]:
+def mixed(*, with_given: bool) -> list[TokenSequence]:
     """Return groups whose prompts end before, at and behind the end of a block, and a sequence without siblings."""
     sizes = {1: [3, 3], 31: [5, 70], 32: [40, 1, 1], 33: [2, 2], 96: [64, 64, 64, 1], 150: [249, 249, 30]}
     batch = [s for seed, (n_prompt, lengths) in enumerate(sizes.items()) for s in siblings(seed, n_prompt, lengths)]
-    return [*batch, *siblings(99, 64, [10])]
+    batch += siblings(99, 64, [10])
+    return batch if with_given else [replace(sequence, given=None) for sequence in batch]
 
 
 def arrays_of(scores: list[TopKTable | np.ndarray]) -> list[np.ndarray]:
@@ -106,9 +109,7 @@ def test_vllm_scores_are_bit_equal_with_and_without_sharing(sharing: Ask, plain:
     """Fails if a hit of the cache reaches into the response (rows without hidden states), rows are shifted by it, or a
     repeated request, whose tokens are all cached, is scored differently.
     """
-    batch, params = mixed(), SIGNALS[name]
-    if name != "given":
-        batch = [replace(sequence, given=None) for sequence in batch]
+    batch, params = mixed(with_given=name == "given"), SIGNALS[name]
     expected = plain("score", batch, params)
     assert_equal(sharing("score", batch, params), expected)
     assert_equal(sharing("score", batch[::-1], params)[::-1], expected)
@@ -117,9 +118,7 @@ def test_vllm_scores_are_bit_equal_with_and_without_sharing(sharing: Ask, plain:
 @pytest.mark.parametrize("name", SIGNALS)
 def test_rows_of_own_tokens_are_bit_equal_with_sharing(sharing: Ask, plain: Ask, name: str) -> None:
     """Fails if a hit of the cache reaches into a turn of the student, or the rows behind an observation are shifted."""
-    batch, params = mixed(), SIGNALS[name]
-    if name != "given":
-        batch = [replace(sequence, given=None) for sequence in batch]
+    batch, params = mixed(with_given=name == "given"), SIGNALS[name]
     masks = masks_of(batch)
     asked = masked(batch, masks)
     expected = [own_rows(scored, mask) for scored, mask in zip(plain("score", batch, params), masks, strict=True)]
@@ -218,20 +217,6 @@ def test_vllm_shares_no_prompts_of_models_with_a_recurrent_state(sharing: Ask, t
     assert sharing("may_share_prompts", folders) == {"Qwen3": True, "Mamba": False, "FalconH1": False}
 
 
-def sampled_in_float64(model: Path, batch: list[TokenSequence]) -> list[np.ndarray]:
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    found = []
-    with torch.inference_mode():
-        for sequence in batch:
-            tokens = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-            logprobs = network(input_ids=tokens).logits[0, sequence.prompt_length - 1 : -1].log_softmax(-1)
-            found.append(logprobs.gather(1, tokens[0, sequence.prompt_length :, None])[:, 0].numpy())
-    return found
-
-
 def test_hf_scores_are_as_exact_as_without_sharing(tmp_path: Path) -> None:
     """Fails if rows are shifted, positions start again behind the cached prompt, a shorter response reads the padding
     or the tokens of a longer one, or a response that is split over several passes loses its beginning.
@@ -245,8 +230,12 @@ def test_hf_scores_are_as_exact_as_without_sharing(tmp_path: Path) -> None:
     batch = [replace(s, given=None) for group in groups for s in group]
     order = np.random.default_rng(0).permutation(len(batch))
     batch = [batch[i] for i in order]
-    expected = sampled_in_float64(model, batch)
     params = ScoreParams("sampled")
+    plain = plain_logits(model, batch, torch.float64)
+    expected = [
+        np.take_along_axis(plain_logprobs(logits, params), sequence.response[:, None], 1)[:, 0]
+        for sequence, logits in zip(batch, plain, strict=True)
+    ]
 
     def error(scores: list[np.ndarray]) -> float:
         return max(float(np.abs(mine - exact).max()) for mine, exact in zip(scores, expected, strict=True))

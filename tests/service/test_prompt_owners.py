@@ -6,6 +6,7 @@ Through sockets: `test_the_responses_to_a_prompt_go_to_one_worker` of test_broke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,10 @@ def submit(queue: RequestQueue, *sequences: tuple[int, int, int], teacher: str =
     assert queue.submit(b"c", teacher, request, [], bytes(ID_BYTES), 0, 0.0, prompts) == "queued"
 
 
+def two_workers(credit_tokens: int, **changes: Any) -> RequestQueue:
+    return make_queue(**{name: hello(credit_tokens, name=name, **changes) for name in "ab"})
+
+
 def workers_of(queue: RequestQueue) -> list[bytes]:
     return [worker for worker, _ in queue.assign()]
 
@@ -48,8 +53,7 @@ def test_a_common_prompt_counts_once() -> None:
     assert computed_tokens(100, 130, BLOCK, known=True) == 30 + BLOCK
     assert computed_tokens(BLOCK, 30, BLOCK, known=True) == 30, "a prompt of one block is not shared"
     assert computed_tokens(100, 130, 0, known=True) == 130, "an engine that does not share"
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(300, prefix_block=BLOCK), 0.0)
+    queue = make_queue(a=hello(300, prefix_block=BLOCK))
     submit(queue, (1, 100, 30), (2, 60, 10), (1, 100, 20))
     assert workers_of(queue) == [b"a"]
     assert queue.workers[b"a"].n_tokens == 130 + 70 + 20 + BLOCK
@@ -61,8 +65,7 @@ def test_a_common_prompt_counts_once() -> None:
 
 def test_a_released_prompt_counts_again() -> None:
     """Fails if the credit is not zero again after all replies, or a prompt that a worker had long ago costs nothing."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(1000, prefix_block=BLOCK), 0.0)
+    queue = make_queue(a=hello(1000, prefix_block=BLOCK))
     submit(queue, (1, 100, 30))
     submit(queue, (1, 100, 30))
     first, second = (job for _, job in queue.assign())
@@ -80,9 +83,7 @@ def test_a_released_prompt_counts_again() -> None:
 
 def test_a_prompt_goes_to_its_worker_but_does_not_wait_for_it() -> None:
     """Fails if siblings are spread over the workers while their own has credit, or wait while another one has."""
-    queue = make_queue()
-    for name in (b"a", b"b"):
-        queue.heartbeat(name, hello(200, name=name.decode(), prefix_block=BLOCK), 0.0)
+    queue = two_workers(200, prefix_block=BLOCK)
     submit(queue, (1, 100, 10))
     ((first, job),) = queue.assign()
     other = b"b" if first == b"a" else b"a"
@@ -100,9 +101,7 @@ def test_a_prompt_goes_to_its_worker_but_does_not_wait_for_it() -> None:
 
 def test_a_prompt_does_not_leave_other_workers_without_work() -> None:
     """Fails if requests of several prompts, each with a prompt of the one before, all go to one worker."""
-    queue = make_queue()
-    for name in (b"a", b"b"):
-        queue.heartbeat(name, hello(4000, name=name.decode(), prefix_block=BLOCK), 0.0)
+    queue = two_workers(4000, prefix_block=BLOCK)
     for prompt in range(10):
         submit(queue, (prompt, 100, 200), (prompt + 1, 100, 200))
     assert workers_of(queue)[:4] == [b"a", b"a", b"b", b"b"]
@@ -112,9 +111,7 @@ def test_a_prompt_does_not_leave_other_workers_without_work() -> None:
 
 def test_most_prompt_tokens_decide() -> None:
     """Fails if a request of several prompts goes to the worker of its shortest one."""
-    queue = make_queue()
-    for name in (b"a", b"b"):
-        queue.heartbeat(name, hello(2000, name=name.decode(), prefix_block=BLOCK), 0.0)
+    queue = two_workers(2000, prefix_block=BLOCK)
     submit(queue, (1, 300, 10))
     submit(queue, (2, 90, 10))
     first, other = workers_of(queue)
@@ -125,9 +122,7 @@ def test_most_prompt_tokens_decide() -> None:
 
 def test_a_growing_prompt_stays_at_its_worker() -> None:
     """Fails if each token of a teacher's greedy response goes to another worker, whose cache lacks its prompt."""
-    queue = make_queue()
-    for name in (b"a", b"b"):
-        queue.heartbeat(name, hello(2000, name=name.decode(), prefix_block=BLOCK), 0.0)
+    queue = two_workers(2000, prefix_block=BLOCK)
     tokens = {prompt: tokens_of(prompt, 100, 30) for prompt in range(2)}
     seen: dict[int, set[bytes]] = {0: set(), 1: set()}
     for n in range(100, 130):
@@ -144,9 +139,7 @@ def test_a_growing_prompt_stays_at_its_worker() -> None:
 
 def test_engines_that_do_not_share_are_balanced_as_before() -> None:
     """Fails if a prompt is bound to a worker that gains nothing from it, or to a worker of another teacher."""
-    queue = make_queue()
-    for name in (b"a", b"b"):
-        queue.heartbeat(name, hello(2000, name=name.decode()), 0.0)
+    queue = two_workers(2000)
     for _ in range(4):
         submit(queue, (1, 100, 10))
     assert sorted(workers_of(queue)) == [b"a", b"a", b"b", b"b"]
@@ -157,8 +150,7 @@ def test_engines_that_do_not_share_are_balanced_as_before() -> None:
 
 def test_the_number_of_remembered_prompts_is_bounded() -> None:
     """Fails if the broker's memory grows with the data set, or it forgets the prompts that are in use."""
-    queue = make_queue(max_queue_bytes=1 << 30)
-    queue.heartbeat(b"a", hello(1 << 30, prefix_block=BLOCK), 0.0)
+    queue = make_queue(max_queue_bytes=1 << 30, a=hello(1 << 30, prefix_block=BLOCK))
     owners, jobs = PromptOwners(), []
     for prompt in range(5000):
         submit(queue, (prompt, 20, 2))

@@ -26,8 +26,12 @@ def submit(
     return queue.submit(client, teacher, one, [], bytes(ID_BYTES), n_bytes, now_s)
 
 
-def make_queue(max_queue_bytes: int = 1 << 20, max_attempts: int = 3) -> RequestQueue:
-    return RequestQueue(b"epoch---", max_queue_bytes, max_attempts)
+def make_queue(max_queue_bytes: int = 1 << 20, max_attempts: int = 3, **workers: WorkerHello) -> RequestQueue:
+    """Return a queue with these workers, which it heard of at time 0."""
+    queue = RequestQueue(b"epoch---", max_queue_bytes, max_attempts)
+    for name, worker in workers.items():
+        queue.heartbeat(name.encode(), worker, 0.0)
+    return queue
 
 
 def test_dispatch_respects_credit_and_order() -> None:
@@ -49,8 +53,7 @@ def test_dispatch_respects_credit_and_order() -> None:
 
 def test_a_sequence_longer_than_the_credit_is_still_served() -> None:
     """Fails if a sequence longer than every worker's credit blocks the queue forever."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(10), 0.0)
+    queue = make_queue(a=hello(10))
     submit(queue, b"c", request(40), 0, 0.0)
     assert len(list(queue.assign())) == 1
 
@@ -78,8 +81,7 @@ def test_a_resend_is_not_queued_twice_but_renews_the_deadline() -> None:
 
 def test_requests_of_a_lost_worker_are_requeued_first() -> None:
     """Fails if a dead worker's requests are dropped, or queued behind later requests."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(100), 0.0)
+    queue = make_queue(a=hello(100))
     submitted = [request(40) for _ in range(3)]
     for one in submitted:
         submit(queue, b"c", one, 0, 0.0)
@@ -94,8 +96,7 @@ def test_only_the_first_reply_counts(is_assigned_again: bool) -> None:
     """Fails if the late reply of a worker that was marked lost causes a second reply to the client, or leaves the job
     in the queue, with its bytes, so that it is computed a second time.
     """
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(), 0.0)
+    queue = make_queue(a=hello())
     submit(queue, b"c", request(), 500, 0.0)
     ((_, job),) = queue.assign()
     queue.remove_worker(b"a")
@@ -123,8 +124,7 @@ def test_a_request_that_kills_workers_is_given_up() -> None:
 
 def test_deadlines_and_missing_heartbeats() -> None:
     """Fails if a request past its deadline is kept, or a worker without heartbeats is not detected."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(), 0.0)
+    queue = make_queue(a=hello())
     submit(queue, b"c", request(deadline_s=5.0), 100, 0.0)
     assert queue.expire(4.9) == []
     assert len(queue.expire(5.1)) == 1
@@ -151,9 +151,7 @@ def test_clients_are_served_round_robin() -> None:
 @pytest.mark.parametrize("n_tokens", [90, 900])
 def test_small_requests_of_others_do_not_keep_a_large_one_waiting(n_tokens: int) -> None:
     """Fails if a long sequence, of most of the credit or more than it, waits until all other clients are idle."""
-    queue = make_queue()
-    for worker in (b"a", b"b"):
-        queue.heartbeat(worker, hello(100), 0.0)
+    queue = make_queue(a=hello(100), b=hello(100))
     for _ in range(6):
         submit(queue, b"many", request(30))
     running = list(queue.assign())
@@ -184,8 +182,7 @@ def test_teachers_do_not_wait_for_each_other() -> None:
 
 def test_an_engine_error_is_retried_on_each_worker_once() -> None:
     """Fails if an error on a faulty GPU is final while another worker is available, or is retried forever."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(name="wa"), 0.0)
+    queue = make_queue(a=hello(name="wa"))
     submit(queue, b"c", request())
     ((_, job),) = queue.assign()
     assert not queue.retry(job, failed_on="wa"), "no other worker"
@@ -198,9 +195,7 @@ def test_an_engine_error_is_retried_on_each_worker_once() -> None:
 
 def test_a_failed_job_is_assigned_to_the_same_worker_if_no_other_is_left() -> None:
     """Fails if such a job, and the queue behind it, waits for its deadline."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(name="wa"), 0.0)
-    queue.heartbeat(b"b", hello(name="wb"), 0.0)
+    queue = make_queue(a=hello(name="wa"), b=hello(name="wb"))
     submit(queue, b"c", request())
     ((first, job),) = queue.assign()
     assert queue.retry(job, failed_on=queue.workers[first].hello.name)
@@ -210,8 +205,7 @@ def test_a_failed_job_is_assigned_to_the_same_worker_if_no_other_is_left() -> No
 
 def test_cancelled_requests_release_queue_bytes_and_credit() -> None:
     """Fails if cancelled requests keep a worker busy, or their bytes keep the queue full."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(40), 0.0)
+    queue = make_queue(a=hello(40))
     for later in (first := request(40), request(40)):
         submit(queue, b"c", later, n_bytes=100)
     ((_, running),) = queue.assign()
@@ -226,8 +220,7 @@ def test_cancelled_requests_release_queue_bytes_and_credit() -> None:
 
 def test_the_end_of_a_stream_counts_only_with_its_beginning() -> None:
     """Fails if the last rows of a lost worker complete a stream that another worker has started."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(name="wa"), 0.0)
+    queue = make_queue(a=hello(name="wa"))
     submit(queue, b"c", request(signal="logits"))
     ((_, job),) = queue.assign()
     queue.remove_worker(b"a")
@@ -240,8 +233,7 @@ def test_the_end_of_a_stream_counts_only_with_its_beginning() -> None:
 
 def test_a_leaving_worker_gets_no_requests_and_is_drained_when_done() -> None:
     """Fails if a leaving worker gets new requests, or counts as drained with unfinished ones."""
-    queue = make_queue()
-    queue.heartbeat(b"a", hello(), 0.0)
+    queue = make_queue(a=hello())
     submit(queue, b"c", request())
     ((_, job),) = queue.assign()
     queue.heartbeat(b"a", hello(leaving=True), 0.1)
@@ -263,9 +255,7 @@ def test_a_reconnect_does_not_count_as_an_attempt() -> None:
 
 def test_a_waiting_request_reserves_one_worker_only() -> None:
     """Fails if a large request that waits for credit keeps small ones from all other workers."""
-    queue = make_queue()
-    for worker in (b"a", b"b", b"c"):
-        queue.heartbeat(worker, hello(100), 0.0)
+    queue = make_queue(a=hello(100), b=hello(100), c=hello(100))
     for _ in range(3):
         submit(queue, b"many", request(40))
     assert len({worker for worker, _ in queue.assign()}) == 3

@@ -54,7 +54,6 @@ def key_of(rollout: Rollout) -> bytes:
 
 
 def assert_equal(found: TeacherScores, expected: TeacherScores) -> None:
-    assert found.topk is not None and expected.topk is not None
     for name in ("ids", "logprobs", "tail"):
         np.testing.assert_array_equal(getattr(found.topk, name), getattr(expected.topk, name))
     np.testing.assert_array_equal(found.sampled_logprobs, expected.sampled_logprobs)
@@ -84,7 +83,6 @@ def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
     for rollout in rollouts[:20]:
         for store in (reader, writer, ScoreStore(tmp_path)):
             found = store.get(key_of(rollout), rollout)
-            assert found is not None
             assert_equal(found, scores_of(rollout))
     assert reader.get(key_of(rollouts[25]), rollouts[25]) is None
     assert reader.get(key_of(rollouts[3]), rollouts[4]) is None, "a record of another sequence"
@@ -227,7 +225,6 @@ def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path:
         with opened.clients()[0]:  # type: ignore[attr-defined]
             scores, summary = opened.score(rollouts)
         times = ScoreSummary.decode(summary).times
-        assert times is not None
         return list(scores), int((times.completed_s == times.submitted_s).sum())
 
     first, n_first = scored(0.7)
@@ -235,7 +232,6 @@ def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path:
     n_others = [scored(1.0)[1], scored(0.7, "hf bfloat16")[1], scored(0.7, "vllm float32")[1]]
     assert (n_first, n_again, n_others) == (0, 10, [0, 0, 0])
     for one, other in zip(first[:10], again[:10], strict=True):
-        assert one.topk is not None and other.topk is not None
         np.testing.assert_array_equal(one.topk.logprobs, other.topk.logprobs)
         np.testing.assert_array_equal(one.topk.ids, other.topk.ids)
 

@@ -1,6 +1,6 @@
-"""Limits of a real server, a wide vocabulary, and calls that are abandoned.
+"""The description of a real server, a wide vocabulary, and calls that are abandoned.
 
-Scores of every signal: test_endpoint_signals.py, and test_engine_contract.py.
+Scores of every signal: test_endpoint_signals.py, and test_engine_contract.py, which has the limits of a model, too.
 """
 
 from __future__ import annotations
@@ -10,29 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from gkd.errors import TeacherError
 from gkd.types import Rollout
+from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.table import TopKTable
 from tests.device import rank_device
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
+from tests.service.engine_host import plain_logits, plain_logprobs, sequences_of
 from tests.service.harness import ServerProcess, connect, random_rollouts, score
 
 pytestmark = pytest.mark.service
-
-
-def reference_logprobs(model: Path, rollout: Rollout) -> np.ndarray:
-    """Compute [R, V] float32 log_softmax of the model's logits: one sequence, no padding, no chunks."""
-    torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
-    with torch.inference_mode():
-        logits = network(input_ids=tokens[None]).logits[0]
-    rows = logits.log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1]
-    assert len(rows) == len(rollout.response_ids)
-    return rows.numpy()
 
 
 def max_error(
@@ -47,8 +34,9 @@ def max_error(
     In nats, or with `relative` as a fraction of max(1, |logprob|), because float16 has 11 significant bits.
     """
     worst = 0.0
+    plain = plain_logits(model, sequences_of(rollouts))
     for index, got in scores.items():
-        expected = reference_logprobs(model, rollouts[index])
+        expected = plain_logprobs(plain[index], ScoreParams("topk"))
         at_ids = np.take_along_axis(expected, got.ids.astype(np.int64), axis=1)
         largest = -np.sort(-expected, axis=1)[:, : got.ids.shape[1]]
         scale = np.maximum(1.0, np.abs(largest)) if relative else 1.0
@@ -75,24 +63,6 @@ def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) 
     assert (info.n_workers, info.engine, info.device) == (1, "hf", str(rank_device()))
     assert info.is_server
     assert len(info.fingerprint) == 32 and info.tokenizer_fingerprint == ""
-
-
-@pytest.mark.parametrize(
-    "rollout,settings,token",
-    [
-        (random_rollouts(1, 5000, seed=4, response=(40, 40))[0], {}, f"vocab_size {TINY_VOCAB}"),
-        (random_rollouts(1, 300, response=(1100, 1100))[0], {}, "1024"),
-        (random_rollouts(1, 300)[0], {"n_vocab": 400}, "n_vocab = 400"),
-    ],
-)
-def test_requests_above_the_models_limits_are_refused(
-    tiny_server: ServerProcess, rollout: Rollout, settings: dict[str, int], token: str
-) -> None:
-    """Fails if the server truncates such a request silently, or the client retries it forever."""
-    with connect(tiny_server.port, **settings) as teacher:
-        with pytest.raises(TeacherError, match=token) as caught:
-            dict(score(teacher, [rollout]))
-        assert "prompt 0, sample 0" in str(caught.value)
 
 
 def test_closing_a_score_early_does_not_affect_other_calls(tiny_server: ServerProcess, tiny_model: Path) -> None:

@@ -37,10 +37,8 @@ def test_each_sequence_has_the_scores_of_a_request_of_its_own(
     for rollout, one, several, sampled in zip(rollouts, single, together, larger, strict=True):
         table, tokens = several.topk, np.concatenate([rollout.prompt_ids, rollout.response_ids])
         assert table is not None and sampled.topk is None
-        for got, expected in ((table.ids, one.ids), (table.logprobs, one.logprobs)):
-            np.testing.assert_array_equal(got, expected)
-        np.testing.assert_array_equal(table.tail, one.tail)
-        np.testing.assert_array_equal(table.counts, one.counts)
+        for name in ("ids", "logprobs", "tail", "counts"):
+            np.testing.assert_array_equal(getattr(table, name), getattr(one, name))
         for logprobs in (several.sampled_logprobs, sampled.sampled_logprobs):
             np.testing.assert_array_equal(logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
 
@@ -68,7 +66,6 @@ def test_invalid_scores_name_the_sequence() -> None:
     """Fails if an invalid row of the joined tables is not traced back to its sequence and its token."""
     rollouts = [own_turns(rollout) for rollout in random_rollouts(4, SCRIPTED_VOCAB, response=(20, 20))]
     row = sum(rollout.n_own for rollout in rollouts[:3]) - 1  # the last one of the third sequence
-    assert rollouts[2].own is not None
     position = np.flatnonzero(rollouts[2].own)[-1]
     assert position > rollouts[2].n_own
 

@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 
 from teacher_server.wire.sockets import private_endpoint
 from teacher_server.worker.model_folder import inspect_model_folder
-from tests.service.harness import TRIVIAL, command, server_command, trivial_model
+from tests.service.commands import run
+from tests.service.harness import TRIVIAL, server_command, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -42,12 +43,14 @@ def start_error(model: Path, *options: str) -> str:
     return lines[0]
 
 
-def test_port_in_use(tiny_model: Path) -> None:
-    """Fails if a second server waits, shares the port, or loads a model before it detects the conflict."""
+def test_ports_in_use(tiny_model: Path) -> None:
+    """Fails if a second server waits, shares a port, or loads a model before it detects the conflict."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        line = start_error(tiny_model, "--port", str(port))
-    assert f"tcp://127.0.0.1:{port}" in line and "--port" in line
+        port = str(taken.getsockname()[1])
+        line = start_error(tiny_model, "--port", port)
+        assert f"tcp://127.0.0.1:{port}" in line and "--port" in line
+        for flag in ("--worker-port", "--metrics-port"):
+            assert flag in start_error(tiny_model, "--port", "0", flag, port)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +69,11 @@ def test_wrong_options(tiny_model: Path, words: tuple[str, ...], tokens: tuple[s
     assert all(token in line for token in tokens)
 
 
-def test_taken_worker_and_metrics_ports(tiny_model: Path) -> None:
-    """Fails if a taken worker port or metrics port is not an error."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for flag in ("--worker-port", "--metrics-port"):
-            assert flag in start_error(tiny_model, "--port", "0", flag, port)
-
-
 def test_secret_keys_that_other_users_can_read(tiny_model: Path, tmp_path: Path) -> None:
     """Fails if a server with --keys starts without keys, or with a secret key that other users can read."""
     keys = str(tmp_path / "keys")
     assert "keygen" in start_error(tiny_model, "--keys", keys)
-    subprocess.run(command("keygen", keys, "--client", "c"), check=True, capture_output=True, timeout=20)
+    run("keygen", keys, "--client", "c")
     (tmp_path / "keys/server.key_secret").chmod(0o644)
     assert f"chmod 600 {keys}/server.key_secret" in start_error(tiny_model, "--keys", keys)
 
@@ -86,13 +81,8 @@ def test_secret_keys_that_other_users_can_read(tiny_model: Path, tmp_path: Path)
 def test_a_worker_that_cannot_load_ends_the_server(tmp_path: Path) -> None:
     """Fails if an engine that cannot be loaded is retried forever, or the server runs without a worker."""
     engine = f"{TRIVIAL[1]}_nothing"
-    done = subprocess.run(
-        server_command(trivial_model(tmp_path / "model"), "--engine", engine, "--port", "0"),
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    words = server_command(trivial_model(tmp_path / "model"), "--engine", engine, "--port", "0")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and engine in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ") and "w0.0" in last and "code 2" in last
@@ -110,24 +100,16 @@ def test_a_worker_that_cannot_load_ends_the_server(tmp_path: Path) -> None:
 )
 def test_a_worker_with_wrong_settings_exits(tmp_path: Path, words: tuple[str, ...], token: str) -> None:
     """Fails if a worker with wrong settings waits forever instead of exiting with an error."""
-    model = trivial_model(tmp_path / "model")
-    done = subprocess.run(
-        command("worker", "--model", str(model), *TRIVIAL, *words),
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and token in done.stderr
+    done = run("worker", "--model", str(trivial_model(tmp_path / "model")), *TRIVIAL, *words, code=2)
+    assert done.stderr.splitlines()[-1].startswith("error: ") and token in done.stderr
 
 
 def test_a_worker_refuses_a_leftover_adapter(tiny_model: Path, tmp_path: Path) -> None:
     """Fails if a worker on another host loads a folder that a server would refuse."""
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
-    words = ("worker", "--model", str(folder), "--engine", "hf", "--broker", "127.0.0.1:1")
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "adapter_config.json" in done.stderr.splitlines()[-1]
+    done = run("worker", "--model", str(folder), "--engine", "hf", "--broker", "127.0.0.1:1", code=2)
+    assert "adapter_config.json" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("row", [0, 7, 19990, 19999])

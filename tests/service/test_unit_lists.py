@@ -15,14 +15,15 @@ import pytest
 
 from gkd.errors import TeacherRefusal
 from gkd.types import TeacherScores
+from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.payload import pack_units
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests, token_digest
 from tests.processes import wait_until
 from tests.service.conftest import TINY_VOCAB, TRIVIAL_VOCAB
+from tests.service.engine_host import plain_logits, plain_logprobs, sequences_of
 from tests.service.harness import ServerProcess, command, connect, random_rollouts
 from tests.service.messages import make_request
 from tests.service.test_given_ids import raw
-from tests.service.test_scores import reference_logprobs
 
 pytestmark = pytest.mark.service
 N_UNITS, N_MAPPED, K = 90, TINY_VOCAB - 7, 12
@@ -33,12 +34,11 @@ ROLLOUTS = random_rollouts(12, N_MAPPED, seed=3)
 
 def check(model: Path, scores: list[TeacherScores]) -> None:
     """Compare the lists with sums over the model's distribution, in float64."""
-    for rollout, found in zip(ROLLOUTS, scores, strict=True):
-        logits = reference_logprobs(model, rollout)[:, :N_MAPPED].astype(np.float64)
-        p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+    plain = plain_logits(model, sequences_of(ROLLOUTS))
+    for rollout, found, logits in zip(ROLLOUTS, scores, plain, strict=True):
+        p = np.exp(plain_logprobs(logits, ScoreParams("topk", n_vocab=N_MAPPED)))
         sums = np.stack([p[:, unit == UNITS].sum(axis=1) for unit in range(N_UNITS)], axis=1)
         table, rows = found.topk, np.arange(len(p))
-        assert table is not None and found.sampled_logprobs is not None
         listed = np.take_along_axis(sums, table.ids.astype(np.int64), axis=1)
         np.testing.assert_allclose(np.exp(table.logprobs), listed, rtol=1e-4)
         np.testing.assert_allclose(listed.sum(axis=1), np.sort(sums, axis=1)[:, -K:].sum(axis=1), rtol=1e-6)
@@ -56,7 +56,6 @@ def test_lists_have_the_sums_of_the_whole_distribution(tiny_server: ServerProces
         check(tiny_model, found)
         shorter = teacher.submit(ROLLOUTS[:3], ("topk", "sampled"), mass=0.5).result(timeout=30)
     for whole, short in zip(found, shorter, strict=False):
-        assert whole.topk is not None and short.topk is not None and short.topk.counts is not None
         first = np.exp(whole.topk.logprobs, dtype=np.float64).cumsum(axis=1)
         np.testing.assert_array_equal(short.topk.counts, np.minimum((first < 0.5).sum(axis=1) + 1, K))
 

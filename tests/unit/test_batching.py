@@ -20,7 +20,7 @@ from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTa
 from teacher_server.wire.protocol import Signal
 from teacher_server.wire.table import TopKTable
 from tests.dist.megatron_reference import make_micro_batches as reference_batches
-from tests.dist.megatron_reference import pack
+from tests.dist.student_cases import packed
 
 K = 3
 N_VOCAB, D = 10_000, 5
@@ -413,7 +413,7 @@ def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -
 
 def _pack() -> MicroBatch:
     """Return a pack of three sequences of 13, 12 and 11 tokens."""
-    batch = pack(reference_batches(0)[2])
+    batch = packed(reference_batches(0)[2])
     assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 13, 25, 36]
     return batch
 
