@@ -49,7 +49,6 @@ class RowKernels(Protocol):
         Returns:
             [n] and [n], float32 (float64 for float64 logits).
         """
-        ...
 
     def write_gradient(self, logits: Tensor, out: Tensor, by: RowGradient) -> None:
         """Set out[n, v] = (sum_c [columns[n, c] == v] column_grad[n, c] - row_grad[n] exp(z[n, v] - norm[n])) / T.
@@ -58,7 +57,6 @@ class RowKernels(Protocol):
             logits: [n, v].
             out: [n, v], dtype of the logits; may be `logits` itself.
         """
-        ...
 
 
 class TorchRows:

@@ -19,15 +19,12 @@ class Strategy(Protocol):
 
     def offload_states(self, include: Sequence[str] | None = None) -> object:
         """Move states to host memory; see `States.offload_states`."""
-        ...
 
     def reload_states(self, include: Sequence[str] | None = None) -> object:
         """Move states back to the device."""
-        ...
 
     def allocated_bytes(self) -> int:
         """Return the bytes on the device; of a pool, those of the process with most."""
-        ...
 
 
 @contextmanager

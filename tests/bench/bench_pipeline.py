@@ -44,6 +44,7 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.pool import RECORDS, ScoringPool
 from gkd.scoring.teacher.window import Window
 from gkd.start.pools import worker_env
+from gkd.text.comparison import SAME_TOKENS
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt, Rollout, TeacherScores
 from teacher_server.wire.table import TopKTable
@@ -159,7 +160,7 @@ class Processes:
         options = {"num_cpus": HELPER_CPUS, "max_concurrency": 8, "runtime_env": {"env_vars": env}}
         made = ray.remote(concurrency_groups={RECORDS: 1})(ClockEndpoint).options(**options)
         config = load_config(None, ["trainer.device=cpu"])
-        self._endpoints = [made.remote(config, 0, [""], [Window(64)]) for _ in self._ranks]
+        self._endpoints = [made.remote(config, SAME_TOKENS, [""], [Window(64)]) for _ in self._ranks]
 
     def train(self, config: Config, timed: Stages, n_prompt: int) -> None:
         """Make a run. Its prompts have `n_prompt` tokens."""

@@ -30,7 +30,6 @@ class Teacher(Protocol):
 
     def info(self) -> TeacherInfo:
         """Return the description. Blocks."""
-        ...
 
     def submit(
         self, rollouts: Sequence[Rollout], signals: Sequence[Signal], *, mass: float = 0.0
@@ -49,7 +48,6 @@ class Teacher(Protocol):
                 temperature; the maximum of each row is 0). Shapes and dtypes: see `TeacherScores`.
             mass: list only as many of the top-k entries as needed to reach this probability; 0 = all k.
         """
-        ...
 
     def generate(self, prompts: Sequence[NamedPrompt], settings: AnswerSettings) -> Future[list[np.ndarray]]:
         """Let the teacher write answers: the ids of each, [R] int32, those of one prompt after the other.
@@ -57,19 +55,15 @@ class Teacher(Protocol):
         Raises TeacherError: a value exceeds the limits of the protocol. The future raises it, too, if the teacher
         writes no answers.
         """
-        ...
 
     def lm_head(self) -> np.ndarray:
         """Return the LM head, [V, H] float32: logits = hidden states @ lm_head.T. Blocks."""
-        ...
 
     def health(self) -> TeacherHealth:
         """Return what has been heard from the teacher."""
-        ...
 
     def close(self) -> None:
         """Fail all pending requests and close, without waiting for the teacher. Idempotent."""
-        ...
 
 
 def open_teacher(
