@@ -55,7 +55,6 @@ def load(
 def test_the_tokens_are_those_of_the_template_and_the_assistants_are_own(tmp_path: Path) -> None:
     """Fails if a conversation is tokenized in another form than the template's, or a tool's text is learned."""
     prompt, made = load(tmp_path, LONG)
-    assert prompt.response_ids is not None and prompt.own is not None
     text = made.apply_chat_template(LONG, tokenize=False)
     whole = made(text, add_special_tokens=False)["input_ids"]
     ids = [*prompt.token_ids.tolist(), *prompt.response_ids.tolist()]
@@ -81,7 +80,6 @@ def test_turns_that_a_row_excludes_are_read_and_not_learned(key: str, tmp_path: 
         return [{**m, key: (m["role"] == "assistant" and learned(i)) != inverted} for i, m in enumerate(LONG)]
 
     middle, made = load(tmp_path, flagged(lambda i: i != 4))
-    assert plain.own is not None and middle.own is not None and plain.response_ids is not None
     assert np.array_equal(middle.response_ids, plain.response_ids)
     excluded = made.decode(plain.response_ids[plain.own & ~middle.own])
     assert excluded == f"It is 4.{made.eos_token}" and not (middle.own & ~plain.own).any()
@@ -94,7 +92,6 @@ def test_turns_that_a_row_excludes_are_read_and_not_learned(key: str, tmp_path: 
 def test_a_conversation_becomes_loss_rows_of_own_tokens(tmp_path: Path) -> None:
     """Fails if a dataset's trajectory reaches the loss without its mask."""
     prompt, made = load(tmp_path, LONG)
-    assert prompt.own is not None and prompt.response_ids is not None
     (rollout,) = dataset_rollouts([prompt], [made.eos_token_id])
     assert rollout.finish_reason == "stop" and rollout.n_turns == 3 and not rollout.on_policy
     (batch,) = make_micro_batches([rollout], None, micro_batch_size=1)
@@ -120,7 +117,6 @@ def test_a_long_conversation_ends_with_an_own_token(limit: int, tmp_path: Path) 
     """Fails if a cut conversation ends with text of others, or exceeds the limit."""
     whole, _ = load(tmp_path, LONG)
     prompt, made = load(tmp_path, LONG, max_response_length=limit)
-    assert whole.response_ids is not None and prompt.response_ids is not None and prompt.own is not None
     n = len(prompt.response_ids)
     assert 0 < n <= limit and prompt.own[-1] and np.array_equal(prompt.response_ids, whole.response_ids[:n])
     (rollout,) = dataset_rollouts([prompt], [made.eos_token_id])

@@ -66,10 +66,8 @@ class Handle:
 
 
 def settings(*overrides: str) -> Config:
-    return load_config(
-        None,
-        [f"rollout.max_num_seqs={SLOTS}", f"rollout.n={N}", "trainer.stage_timeout_s=10", *overrides],
-    )
+    own = [f"rollout.max_num_seqs={SLOTS}", f"rollout.n={N}", "trainer.stage_timeout_s=10"]
+    return load_config(None, [*own, *overrides])
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -102,8 +100,7 @@ def test_any_number_of_engines_answers_each_prompt_once(n_engines: int) -> None:
     handles = [Handle(config) for i in range(n_engines)]
     pool = RolloutPool(handles, config, N_GROUPS)
     for n_prompts in (40, 3):
-        answers = generate(pool, n_prompts)
-        assert answers == {i * N + j: [i, j] for i in range(n_prompts) for j in range(N)}
+        assert generate(pool, n_prompts) == {i * N + j: [i, j] for i in range(n_prompts) for j in range(N)}
     assert all(handle.engine.started and not handle.engine.running for handle in handles)
 
 
@@ -136,8 +133,7 @@ def test_a_slow_engine_gets_fewer_prompts() -> None:
     config = settings("trainer.global_batch_size=8")
     fast, slow = Handle(config), Handle(config)
     slow.engine.may_step = lambda: fast.engine.n_prompts >= 160
-    answers = generate(RolloutPool([fast, slow], config, N_GROUPS), 200)
-    assert len(answers) == 200 * N
+    assert len(generate(RolloutPool([fast, slow], config, N_GROUPS), 200)) == 200 * N
     assert slow.engine.n_prompts <= 40
 
 

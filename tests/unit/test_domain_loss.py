@@ -150,7 +150,6 @@ def test_rows_carry_route_and_weight_of_their_sequence() -> None:
         assert batches[0].targets is not None and batches[0].targets.weights is None
         for batch in replace(batches, weights=weights)[:]:
             targets = batch.targets
-            assert targets is not None and targets.routes is not None and targets.weights is not None
             of_row = [BATCH[i] for i in targets.sampled_ids.tolist()]
             assert targets.routes.tolist() == [r.route for r in of_row]
             assert targets.weights.tolist() == [float(r.sample_index) for r in of_row]

@@ -193,8 +193,7 @@ def test_a_long_sequence_gets_context_parallelism() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     """Fails if changes that do not suffice are printed as if they did."""
-    case = case_of(config_of(), 3)
-    lines = remedy_lines(case, "run")
+    lines = remedy_lines(case_of(config_of(), 3), "run")
     assert lines[0].startswith("it does not fit") and len(lines) > 1 and "fsdp_cpu_offload=true" in lines[0]
     assert remedy_lines(case_of(config_of(), 80), "run") == ["it fits with: run"]
 
@@ -213,8 +212,7 @@ def test_more_gpus_are_the_last_resort() -> None:
 def test_changes_of_a_model_that_cannot_be_split_are_not_proposed() -> None:
     """Fails if a printed split is refused at the start of the run: 3 key heads over 2 ranks."""
     odd = QWEN25_15B | {"num_key_value_heads": 3}
-    case = case_of(config_of("rollout.n_gpus_per_node=2"), 4, model=odd)
-    changes, _ = case.fitting()
+    changes, _ = case_of(config_of("rollout.n_gpus_per_node=2"), 4, model=odd).fitting()
     assert not {"actor.tp", "rollout.tp"} & changes.keys()
     with pytest.raises((ConfigError, ModelError)):
         case_of(config_of("rollout.n_gpus_per_node=2", "rollout.tp=2"), 4, model=odd).footprints()

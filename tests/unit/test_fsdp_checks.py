@@ -97,8 +97,7 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
     check_student(falcon)
     with refuses("rollout.tp"):
         check_student(falcon.with_values({"rollout.tp": 3}))
-    by_layer = PretrainedConfig(intermediate_size=[48, 96, 48])
-    assert distinct_sizes(by_layer, "intermediate_size") == (48, 96)
+    assert distinct_sizes(PretrainedConfig(intermediate_size=[48, 96, 48]), "intermediate_size") == (48, 96)
     with pytest.raises(ConfigError) as caught:
         check_engine_split(5, (10,), (5,), {"MLP columns": (10, 12)})
     assert caught.value.key == "rollout.tp" and "12 MLP columns" in str(caught.value)
@@ -199,8 +198,7 @@ def test_norms_compute_with_torchs_kernel(folders: Path, kind: str, is_fused: bo
         with torch.profiler.profile() as profiled:
             found = norm(x)
         torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
-        names = {event.key for event in profiled.key_averages()}
-        assert ("aten::rms_norm" in names) == is_fused
+        assert ("aten::rms_norm" in {event.key for event in profiled.key_averages()}) == is_fused
 
 
 def test_a_norm_with_a_gate_computes_with_it(tmp_path: Path) -> None:
@@ -297,8 +295,7 @@ def test_the_digest_distinguishes_models(qwen3: Path, tmp_path: Path) -> None:
         save_file(tensors, large / "model.safetensors", metadata={"format": "pt"})
         digests.add(weights_digest(large))
     assert len(digests) == 3
-    weights = load_file(qwen3 / "model.safetensors")
-    moved = {name: tensor * 1.01 for name, tensor in weights.items()}
+    moved = {name: tensor * 1.01 for name, tensor in load_file(qwen3 / "model.safetensors").items()}
     save_file(moved, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
     assert weights_digest(tmp_path / "copy") != weights_digest(qwen3)
 

@@ -44,8 +44,7 @@ def test_ids_survive_the_wire(shape: tuple[int, int]) -> None:
 
 def test_frames_that_do_not_match_the_header_are_refused() -> None:
     """Fails if rows of another sequence, a missing frame or a flipped bit are used as ids."""
-    ids = distinct(12, 5)
-    request, frames = sent(ids)
+    request, frames = sent(distinct(12, 5))
     flipped = bytes([frames[0][0] ^ 1]) + frames[0][1:]
     for bad in ([], frames[:1], [*frames, b"x"], [flipped, frames[1]], sent(distinct(11, 5))[1]):
         with pytest.raises(ProtocolError):
@@ -148,7 +147,6 @@ def test_the_list_is_the_given_ids_and_the_most_probable_others(
     rest = exact.copy()
     np.put_along_axis(rest, got.ids.astype(np.int64), -np.inf, 1)
     np.testing.assert_allclose(got.tail, np.exp(rest).sum(-1), rtol=2e-5)
-    assert got.sampled is not None
     np.testing.assert_allclose(got.sampled, exact[np.arange(N_ROWS), tokens], atol=2e-5)
 
 

@@ -44,8 +44,7 @@ def _load(folder: Path, dims: MegatronDims, layout: ParallelLayout) -> dict[str,
     params = {}
     for entry in held_entries(dims, layout):
         shapes = entry.hf_shapes
-        rows = sum(shape[0] for shape in shapes)
-        full = [rows, *shapes[0][1:]]
+        full = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         if "embedding" in entry.param or "output_layer" in entry.param:
             full[0] = layout.padded_vocab_size(dims)
         if entry.layout.partition_dim is not None and entry.owner is None:
@@ -82,8 +81,7 @@ def test_fill_then_join_is_bit_exact(folders: Path, kind: str, tp: int, pp: int,
 
 def test_padded_rows_are_zero(folders: Path) -> None:
     """Fails if the vocabulary row that TP=2 adds to 1003 is not zero."""
-    dims = read_megatron_dims(folders / "qwen3")
-    last = _load(folders / "qwen3", dims, _layouts(2, 1)[1])
+    last = _load(folders / "qwen3", read_megatron_dims(folders / "qwen3"), _layouts(2, 1)[1])
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert last[name].shape[0] == (VOCAB + 1) // 2
         assert not last[name][-1].any() and last[name][-2].any()
@@ -173,8 +171,7 @@ def test_layout_coordinates_and_errors(folders: Path) -> None:
     """Fails if two ranks have the same coordinates, or a split that the model cannot have is accepted."""
     layouts = [ParallelLayout(tp=2, pp=3, world_size=12, rank=rank) for rank in range(12)]
     assert layouts[0].dp == 2
-    places = {(layout.tp_rank, layout.dp_rank, layout.pp_rank) for layout in layouts}
-    assert len(places) == 12
+    assert len({(layout.tp_rank, layout.dp_rank, layout.pp_rank) for layout in layouts}) == 12
     dims = read_megatron_dims(folders / "qwen3")
     with refuses("actor.vpp", 2):
         ParallelLayout(tp=1, pp=2, world_size=4, rank=0, vpp=2).check_model(dims)

@@ -86,8 +86,7 @@ def test_an_undecided_value_has_no_advantage_and_stays_unknown(calls: list[Any])
 
 def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) -> None:
     """Fails if a resumed or replayed run trains without the rewards of its recorded rollouts."""
-    world = World()
-    scoring = JudgedScoring(world, [Endpoint(calls)], 9.0, TRAINING, 2)
+    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2)
     scoring.record([scoring.submit(chunk([2, 3]))], tmp_path, "batch", scored=False)
     calls.clear()
     (restored,) = scoring.restore(tmp_path, "batch")

@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return launch/install.py with its stamp in tmp_path, and with a pip that only records its arguments."""
     spec = importlib.util.spec_from_file_location("install", ROOT / "launch" / "install.py")
-    assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.STAMP = tmp_path / "stamp"

@@ -124,7 +124,6 @@ def test_the_heads_gradient_is_added_to_a_sum_in_place(signal: Signal, frozen: b
         grads.append((hidden.grad, head.grad))
         assert (head.grad is None) == (used is not head)  # the hook of its own gradient must run
     (of_hidden, of_head), (in_place, _), _ = grads
-    assert of_hidden is not None and of_head is not None and in_place is not None
     torch.testing.assert_close(total - 0.25, 2 * of_head, rtol=1e-12, atol=1e-12)
     assert torch.equal(in_place, of_hidden) and torch.equal(total[V:], torch.full_like(total[V:], 0.25))
     with torch.no_grad():  # an evaluation between two steps
@@ -211,8 +210,7 @@ def test_a_gradient_in_place_needs_no_memory_of_the_heads_size() -> None:
 def test_no_loss_rows(signal: Signal, tables: bool, fused: bool) -> None:
     """Fails if a rank without data, with empty tables or with none, cannot run forward and backward."""
     batch = Batch()
-    all_targets = batch.targets(signal, 0.7)
-    targets = all_targets.rows(slice(0, 0))
+    targets = batch.targets(signal, 0.7).rows(slice(0, 0))
     if not tables:
         targets = TokenTargets(targets.sampled_ids, targets.rollout_logprobs, targets.on_policy)
     hidden = batch.hidden[:0].clone().requires_grad_()

@@ -23,7 +23,6 @@ def _spec(name: str, tail: Tail, temperature: float = 1.0) -> LossSpec:
 def _table_losses(
     logits: Tensor, targets: TokenTargets, spec: LossSpec, shard: VocabShard = SHARD, *, exact_tail: bool = True
 ) -> Tensor:
-    assert targets.topk_ids is not None
     ids, n_listed = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1), targets.topk_ids.shape[1]
     rows = logprobs_of(logits, ids, shard, n_listed=n_listed if exact_tail else 0, temperature=spec.temperature)
     tail = rows.tail if exact_tail else None

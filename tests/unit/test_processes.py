@@ -60,7 +60,6 @@ def test_children_die_with_their_parent() -> None:
         threading.Event().wait()
     """)
     parent = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()

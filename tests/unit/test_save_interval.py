@@ -23,8 +23,7 @@ from tests.unit.world import World, checkpoints, make
 )
 def test_steps_and_times_are_read(text: str, interval: Interval) -> None:
     """Fails if a number of steps or a time is refused, or read as another one."""
-    config = load_config(None, [f"trainer.save_every={text}"])
-    assert save_interval(config.trainer.save_every) == interval
+    assert save_interval(load_config(None, [f"trainer.save_every={text}"]).trainer.save_every) == interval
 
 
 def test_a_save_is_due_by_time_and_counts_from_the_last_one(tmp_path: Path) -> None:

@@ -137,8 +137,7 @@ def test_a_rank_without_sequences_joins_the_computation() -> None:
 
 def test_whole_chunks_stay_whole() -> None:
     """Fails if an even distribution splits chunks without need, and each rank has to fetch all of them."""
-    chunks = [chunk_of(range(16 * i, 16 * (i + 1)), 9) for i in range(4)]
-    ranks = scatter_to_ranks(chunks, 4)
+    ranks = scatter_to_ranks([chunk_of(range(16 * i, 16 * (i + 1)), 9) for i in range(4)], 4)
     assert [[part.chunk_index for part in parts] for parts in ranks] == [[0], [1], [2], [3]]
     assert all(part.sequence_indices is None for parts in ranks for part in parts)
 
@@ -247,5 +246,4 @@ def test_a_long_tailed_mix_becomes_even_with_few_moves(
 def test_a_sequence_longer_than_the_mean_total_is_alone() -> None:
     """Fails if groups that cannot be even are not made as even as possible."""
     lengths = [[900, 50, 50], [20, 20], [30]]
-    groups = even_groups(*tables(lengths))
-    assert sorted(totals(lengths, groups)) == [70, 100, 900]
+    assert sorted(totals(lengths, even_groups(*tables(lengths)))) == [70, 100, 900]

@@ -166,8 +166,7 @@ def test_a_scrape_reads_counts_times_and_gauges() -> None:
 
 def test_the_port_is_free_again_after_stop_and_taken_is_an_error() -> None:
     """Fails if the port stays bound after `stop`, or a taken port is not an error."""
-    registry = CollectorRegistry()
-    server = serve_metrics("127.0.0.1", 0, make_status, registry)
+    server = serve_metrics("127.0.0.1", 0, make_status, CollectorRegistry())
     with pytest.raises(ServerError, match="--metrics-port"):
         serve_metrics("127.0.0.1", server.port, make_status, CollectorRegistry())
     server.stop()

@@ -89,8 +89,7 @@ def test_report_starts_with_the_cause() -> None:
     waiting = [stack(f"actor rank {i}", IN_A_COLLECTIVE) for i in range(1000)]
     stacks = [*waiting, stack("actor rank 1000", IN_A_FILE), stack("rollout engine 0", IDLE), stack("b", "", "stopped")]
     progress = {s.rank: Progress("step", 5.0) for s in stacks if s.rank != "b"}
-    names = [*(s.rank for s in stacks), "rollout engine 1"]
-    lines = describe(names, progress, [], stacks).lines
+    lines = describe([*(s.rank for s in stacks), "rollout engine 1"], progress, [], stacks).lines
     assert lines[0].startswith("rollout engine 1: ")
     assert lines[1].startswith("b (host, pid 7): ") and lines[1].endswith("stopped")
     assert lines[2].startswith("actor rank 1000 (host, pid 7): step for 5 s; at safetensors/")

@@ -278,8 +278,7 @@ def test_a_checkpoint_contains_finished_and_unfinished_prompts() -> None:
     source.prefetch(0)  # 0 to 5
     engines.finish(chunk(4, 0), chunk(1, 0), chunk(3, 0))
     wait_for(lambda: len(engines.submitted) == 3)
-    taken = indices(batch_of(source, 0))
-    assert taken == [4, 1]
+    assert indices(batch_of(source, 0)) == [4, 1]
     before = source.in_flight(0)
     assert [p.rollouts.ref for p in before.chunks["stream"]] == [4, 1, 3], "a batch is in flight until it is trained on"
     source.commit()

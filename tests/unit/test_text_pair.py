@@ -169,7 +169,6 @@ def test_ranges_and_nodes_are_those_of_plain_loops(seed: int) -> None:
         for depth in range(1, len(token or b"") + 1):
             first, last = bounds[starts[i] + depth - 1]
             found = {int(each) for each in vocab.order[first:last]}
-            assert token is not None
             assert found == {j for j, other in enumerate(student) if (other or b"").startswith(token[:depth])}
     nodes, expected = common_nodes(student, teacher), nodes_of(student, teacher)
     strings: dict[int, bytes] = {REST: b""}

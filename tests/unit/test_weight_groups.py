@@ -158,8 +158,7 @@ def test_the_moving_thread_uses_the_callers_stream(monkeypatch: pytest.MonkeyPat
     callers, selected = object(), list[Any]()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
     monkeypatch.setattr(torch.cuda, "set_stream", selected.append)
-    group: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    with _mover(group) as mover:
+    with _mover(SimpleNamespace(device=torch.device("cuda", 0))) as mover:
         mover.submit(lambda: None).result()
     assert selected == [callers]
 
