@@ -16,10 +16,6 @@ MASSES = (0.3, 0.7, 0.999)
 TEMPERATURES = (0.7, 1.0, 2.0)
 
 
-def _spec(name: str, tail: Tail, temperature: float = 1.0) -> LossSpec:
-    return LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature)
-
-
 def _table_losses(
     logits: Tensor, targets: TokenTargets, spec: LossSpec, shard: VocabShard = SHARD, *, exact_tail: bool = True
 ) -> Tensor:
@@ -40,7 +36,8 @@ def test_gradcheck(name: str, tail: Tail, temperature: float) -> None:
     One row per mass. For bucket, the student's tail is computed from the vocabulary and from the list, with and
     without a tail mass from the teacher.
     """
-    spec, shard = _spec(name, tail, temperature), VocabShard(0, 7, None)
+    spec = LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature)
+    shard = VocabShard(0, 7, None)
     ids, logprobs = (torch.cat(parts) for parts in zip(*(topk_of_mass(m, 1, 7, 3) for m in MASSES), strict=True))
     logits = normal(len(MASSES), 8, seed=1).requires_grad_()
     outside = 1 - logprobs.exp().sum(dim=-1)

@@ -29,10 +29,6 @@ def _every_token() -> TokenTargets:
     return TokenTargets(torch.arange(V), LOG_MU, torch.ones(V, dtype=torch.bool), sampled_logprobs=LOG_P)
 
 
-def _spec(name: str, clip: float = 0) -> LossSpec:
-    return LossSpec((LossTerm(name),), temperature=T, importance_clip=clip)
-
-
 def _student(z: Tensor) -> Tensor:
     return (z[:V] / T).log_softmax(dim=-1)
 
@@ -49,7 +45,8 @@ def _exact() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", POLICY_GRADIENT_NAMES)
 def test_expected_gradient_through_the_loss(name: str, path: str) -> None:
     """Fails if the fused head or the overwritten logits lose an importance weight or the temperature."""
-    loss = distill_loss(_spec(name), "sampled", chunk_rows=2, shard=SHARD)
+    spec = LossSpec((LossTerm(name),), temperature=T, importance_clip=0)
+    loss = distill_loss(spec, "sampled", chunk_rows=2, shard=SHARD)
     logits = Z.repeat(V, 1).requires_grad_()
     if path == "from_logits":
         loss.from_logits(logits, _every_token())[0].backward()

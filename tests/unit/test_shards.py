@@ -288,15 +288,10 @@ def test_round_trip(tmp_path: Path) -> None:
         assert reader.rng(1)["torch"].tolist() == list(range(9)) and reader.rng(2) == {}
 
 
-def _flip(data: bytearray) -> bytearray:
-    data[len(data) // 8] = 0xFF  # in the header
-    return data
-
-
 DAMAGE: dict[str, Callable[[bytearray], bytearray]] = {
     "empty": lambda data: data[:0],
     "data cut": lambda data: data[:-10],
-    "flipped": _flip,
+    "flipped": lambda data: data[: len(data) // 8] + b"\xff" + data[len(data) // 8 + 1 :],  # in the header
     "huge header": lambda data: bytearray(b"\xff" * 8) + data[8:],
     "another format": lambda data: data.replace(b'format\\": 1', b'format\\": 9'),
     "other sizes": lambda data: bytearray(re.sub(rb'("shape": ?)\[4\]', rb"\1[5]", data)),

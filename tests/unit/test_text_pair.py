@@ -118,7 +118,8 @@ def _bytes(vocab: Vocab, ids: np.ndarray) -> bytes:
 
 def _response(tokenizer: Any, text: str) -> np.ndarray:
     """Return the tokens with exactly these bytes, as a model would write them behind another text."""
-    vocab, begin = token_bytes(tokenizer), "\x02" if _has_prefix(tokenizer) else ""
+    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])[0]
+    vocab, begin = token_bytes(tokenizer), "\x02" if first[0] == "▁" else ""
     # A special token's text is none of its tokens where a model writes it letter by letter.
     parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (begin + text).split("<|end|>")]
     letters = [tokenizer(letter, add_special_tokens=False)["input_ids"][-1] for letter in "<|end|>"]
@@ -127,10 +128,6 @@ def _response(tokenizer: Any, text: str) -> np.ndarray:
         ids = ids[1:]
         assert ids, f"the line break and {text!r} share a token"
     return np.array(ids, np.int32)
-
-
-def _has_prefix(tokenizer: Any) -> bool:
-    return tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])[0][0] == "▁"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
