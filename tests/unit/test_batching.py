@@ -126,7 +126,7 @@ def test_every_own_token_has_one_loss_row_with_its_teacher_row(  # type: ignore[
 
 def check_packed(batch: MicroBatch, lengths: list[int]) -> None:
     """Assert one row without padding, positions that restart at each sequence, and loss rows inside the sequences."""
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.dtype == torch.int32
     borders = batch.cu_seqlens.tolist()
     assert borders == [0, *np.cumsum(lengths).tolist()] and batch.tokens.shape == (1, borders[-1])
     assert batch.position_ids.tolist() == [[i for n in lengths for i in range(n)]]
@@ -400,7 +400,7 @@ def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -
 def _pack() -> MicroBatch:
     """Return a pack of three sequences of 13, 12 and 11 tokens."""
     batch = pack(reference_batches(0)[2])
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 13, 25, 36]
+    assert batch.cu_seqlens.tolist() == [0, 13, 25, 36]
     return batch
 
 

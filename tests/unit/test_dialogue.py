@@ -84,7 +84,7 @@ def test_turns_that_a_row_excludes_are_read_and_not_learned(key: str, tmp_path: 
     excluded = made.decode(plain.response_ids[plain.own & ~middle.own])
     assert excluded == f"It is 4.{made.eos_token}" and not (middle.own & ~plain.own).any()
     first, _ = load(tmp_path, flagged(lambda i: i > 2))
-    assert first.own is not None and first.own.sum() == plain.own.sum() - int((~plain.own).argmax())
+    assert first.own.sum() == plain.own.sum() - int((~plain.own).argmax())
     whole = [*plain.token_ids.tolist(), *plain.response_ids.tolist()]
     assert [*first.token_ids.tolist(), *(first.response_ids if first.response_ids is not None else ())] == whole
 
@@ -287,9 +287,8 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty() -> Non
 )
 def test_a_row_without_one_response_is_refused(row: dict[str, Any], key: str) -> None:
     """Fails if the student learns a part of an answer, or a row's JSON."""
-    with refuses("data.response_key") as caught:
+    with refuses("data.response_key", said="f:1"):
         learned(row, reader_of("small chatml", response_key=key), None)
-    assert "f:1" in caught.value.problem
 
 
 @pytest.mark.parametrize("key", ["data.response_key", "data.messages_key"])

@@ -77,8 +77,7 @@ def prompts(n: int) -> list[Prompt]:
 def generate(pool: RolloutPool, n_prompts: int) -> dict[int, list[int]]:
     """Return the tokens by sample index; each sample comes once, in a chunk of its group."""
     answers: dict[int, list[int]] = {}
-    chunks = pool.generate(prompts(n_prompts), prompt_indices=range(n_prompts), n=N, temperature=1.0, seed=0)
-    for chunk in chunks:
+    for chunk in pool.generate(prompts(n_prompts), prompt_indices=range(n_prompts), n=N, temperature=1.0, seed=0):
         for rollout in rollouts_of(chunk):
             assert rollout.sample_index not in answers and rollout.sample_index // N % N_GROUPS == chunk.dp_rank
             answers[rollout.sample_index] = rollout.response_ids.tolist()

@@ -137,8 +137,7 @@ def test_weights_of_each_normalization(normalize: str) -> None:
 
 def test_one_domain_is_the_token_mean_to_the_bit() -> None:
     """Fails if distill.normalize: domain changes a run whose rows have one route."""
-    counts = route_counts(BATCH[:2], 3)
-    assert sequence_weights(BATCH[:2], counts, TEACHERS, "domain").tolist() == [1.0, 1.0]
+    assert sequence_weights(BATCH[:2], route_counts(BATCH[:2], 3), TEACHERS, "domain").tolist() == [1.0, 1.0]
 
 
 def test_rows_carry_route_and_weight_of_their_sequence() -> None:

@@ -110,5 +110,4 @@ def test_every_model_of_a_rank_is_compared(tmp_path: Path) -> None:
     assert list(_heads(load_config(None, settings))) == [Heads(4, 2, 64)]
     settings += ["teacher.backend=local", f"teacher.path={tmp_path / 'teacher'}"]
     settings += ["distill.reference_kl_weight=0.1"]
-    found = list(_heads(load_config(None, settings)))
-    assert found == [Heads(4, 2, 64), Heads(16, 2, 128), Heads(8, 4, 64)]
+    assert list(_heads(load_config(None, settings))) == [Heads(4, 2, 64), Heads(16, 2, 128), Heads(8, 4, 64)]

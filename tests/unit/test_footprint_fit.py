@@ -143,8 +143,7 @@ def test_the_memory_of_a_host() -> None:
     """
     student = 2 * 1_543_714_304  # bytes in bfloat16
     config = config_of(*TP2, "rollout.n_gpus_per_node=2")
-    actor = ranks_of(config)[0]
-    assert host_bytes(ranks_of(config), config, 1.0) == 2 * actor.parts["saved_copy"] + student + GIB
+    assert host_bytes(ranks_of(config), config, 1.0) == 2 * ranks_of(config)[0].parts["saved_copy"] + student + GIB
     offloaded = config_of(*COLOCATED, "actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true", "rollout.max_restarts=0")
     found = ranks_of(offloaded)
     parts = sum(found[0].parts[name] for name in ("offloaded", "saved_copy", "moved_states"))

@@ -118,9 +118,8 @@ def test_models_that_do_not_support_the_settings(
     folders: Path, kind: str, actor: dict[str, Any], key: str, text: str
 ) -> None:
     """Fails if an error that a pass without weights can find is raised only on the ranks, or without its key."""
-    with refuses(key) as caught:
+    with refuses(key, said=text):
         check_student(_config(folders / kind, **actor))
-    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +227,8 @@ def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
     ):
         shutil.copytree(folders / "mixtral", tmp_path, dirs_exist_ok=True)
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with refuses("model.path") as caught:
+        with refuses("model.path", said=text):
             check_student(_config(tmp_path))
-        assert text in str(caught.value)
 
 
 def test_adapters_that_leave_out_the_experts_are_refused(tmp_path: Path) -> None:
@@ -242,9 +240,8 @@ def test_adapters_that_leave_out_the_experts_are_refused(tmp_path: Path) -> None
     mixed = save_random(tmp_path / "mixed", "Qwen3Moe", mlp_only_layers=[0], **sizes)
     for folder, layer in ((shared, "shared_expert"), (mixed, "mlp")):
         for targets in (LoraConfig().targets, ["q_proj", "down_proj"]):
-            with refuses("actor.lora.targets") as caught:
+            with refuses("actor.lora.targets", said=f"{layer}.down_proj"):
                 check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=targets)))
-            assert f"{layer}.down_proj" in str(caught.value)
         for target in ("q_proj", f"{layer}.down_proj"):
             check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=[target])))
 
@@ -337,9 +334,8 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
         ({"model_type": "no_such_model"}, "no_such_model"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config_json))
-        with refuses("model.path") as caught:
+        with refuses("model.path", said=text):
             check_student(_config(tmp_path))
-        assert text in str(caught.value)
         shutil.copy(qwen3 / "model.safetensors", tmp_path)
 
 

@@ -29,8 +29,7 @@ def sent(ids: np.ndarray, **changes: Any) -> tuple[Any, list[bytes]]:
     frames = [bytes(frame) for frame in pack_given(ids)]
     tokens = np.zeros(len(ids) + 1, np.int32)
     fields = {"k": ids.shape[1], "n_given": ids.shape[1], "given_checksums": [checksum(frame) for frame in frames]}
-    request = make_request(tokens, prompt_length=1, **(fields | changes))
-    return requests.decode(requests.encode(request)), frames
+    return requests.decode(requests.encode(make_request(tokens, prompt_length=1, **(fields | changes)))), frames
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (30, 7), (100_000, 40)], ids=str)

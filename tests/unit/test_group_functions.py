@@ -246,8 +246,7 @@ def test_chunks_of_engines_and_recordings_have_whole_groups(tmp_path: Path) -> N
     with (tmp_path / "batch_group_0.npz").open("wb") as file:
         write_sequences(file, [rollout(prompt, sample, "b") for sample in (5, 0, 4, 13, 2, 12, 3, 1, 14)], None)
     assert chunk_size(settings("solved_sibling", "", "rollout.n=7")) % 7 == 0
-    endpoint = GroupEndpoint(settings("solved_sibling"))
-    items = list(endpoint.restore([str(tmp_path / "batch_group_0.npz")], 0, 1, 4))
+    items = list(GroupEndpoint(settings("solved_sibling")).restore([str(tmp_path / "batch_group_0.npz")], 0, 1, 4))
     assert [[r.sample_index for r in chunk] for chunk in items[::4]] == [[0, 1, 2, 3, 4, 5], [12, 13, 14]]
 
 

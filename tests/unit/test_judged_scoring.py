@@ -92,7 +92,7 @@ def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) ->
     (restored,) = scoring.restore(tmp_path, "batch")
     assert calls == [([2, 3], TRAINING)]
     (scored,) = scoring.collect([restored])
-    assert scored.rewards is not None and scored.rewards.tolist() == [[2, 0.2], [3, 0.3]]
+    assert scored.rewards.tolist() == [[2, 0.2], [3, 0.3]]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,7 @@ def test_held_out_responses_get_no_reward_of_training(calls: list[Any], tmp_path
         calls.append(prompts)
         return np.array([[len(calls), 0.0], [0.0, 0.0]]).tobytes()
 
-    endpoint = SimpleNamespace(judge=Method(judge))
-    roles = with_judges(trainer.roles, trainer.config, trainer.config.derived, [endpoint])
+    roles = with_judges(trainer.roles, trainer.config, trainer.config.derived, [SimpleNamespace(judge=Method(judge))])
     trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:2], trainer.folder, 1)
     trainer.fit()
     assert len(world.of_evaluation) == 4 and all(each is None for each in world.of_evaluation)

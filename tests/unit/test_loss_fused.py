@@ -219,7 +219,7 @@ def test_no_loss_rows(signal: Signal, tables: bool, fused: bool) -> None:
     total, sums = _forward(loss, hidden, head, targets, fused)
     total.backward()
     assert float(total) == 0.0 and sums.shape == (len(loss.report_names),) and not sums.any()
-    assert hidden.grad is not None and hidden.grad.shape == (0, H)
+    assert hidden.grad.shape == (0, H)
     assert head.grad is not None and not head.grad.any()
 
 
@@ -280,5 +280,5 @@ def test_head_gradient_is_summed_in_float32(dtype: torch.dtype) -> None:
     total, sums = loss.from_hidden(batch.hidden, head, targets)
     total.backward()
     assert total.dtype == torch.float32 and sums.dtype == torch.float64
-    assert head.grad is not None and head.grad.dtype == dtype
+    assert head.grad.dtype == dtype
     assert float(head.grad[3, 0]) == pytest.approx(-n * (1 - 1 / SHARD.n_valid), rel=1e-2)

@@ -110,8 +110,7 @@ def test_infinities_on_skipped_rows_make_no_nan(signal: Signal, fused: bool) -> 
     elif targets.sampled_logprobs is not None:
         targets.sampled_logprobs.fill_(-torch.inf)
     targets.on_policy = torch.zeros(N, dtype=torch.bool)
-    mixture = LossSpec((LossTerm("k3"), LossTerm("sft")))
-    both = train(batch.loss(mixture, signal, 3), batch, targets, fused=fused)
+    both = train(batch.loss(LossSpec((LossTerm("k3"), LossTerm("sft"))), signal, 3), batch, targets, fused=fused)
     sft = train(batch.loss(LossSpec((LossTerm("sft"),)), signal, 3), batch, targets, fused=fused)
     torch.testing.assert_close(both[2:], sft[2:])
 

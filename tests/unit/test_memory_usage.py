@@ -137,8 +137,7 @@ def test_without_a_process_group_every_call_logs(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger.name):
         for rank in (None, 0, 7):
             log_gpu_memory_usage(head="here", logger=logger, rank=rank)
-    heads = [text.partition("cpu")[0] for text in caplog.messages]
-    assert heads == ["here: ", "here: rank 0, ", "here: rank 7, "]
+    assert [text.partition("cpu")[0] for text in caplog.messages] == ["here: ", "here: rank 0, ", "here: rank 7, "]
     log_gpu_memory_usage("here")
 
 

@@ -250,8 +250,7 @@ def test_a_float8_weight_without_its_scale_is_refused(tied: Path) -> None:
 def test_an_export_leaves_out_what_belongs_to_an_adapter(tied: Path, tmp_path: Path) -> None:
     """Fails if transformers looks for an adapter in an export and cannot load it."""
     _merged_adapter(tied)
-    weight = torch.ones(2, 3)
-    write_folder(iter([("a", weight)]), [[("a", (2, 3), torch.float32)]], tmp_path / "export", tied)
+    write_folder(iter([("a", torch.ones(2, 3))]), [[("a", (2, 3), torch.float32)]], tmp_path / "export", tied)
     names = {file.name for file in (tmp_path / "export").iterdir()}
     assert not [name for name in names if "adapter" in name] and {"config.json", SINGLE} <= names
 
@@ -264,8 +263,7 @@ def test_an_export_ends_responses_as_the_run_did(tied: Path, tmp_path: Path, eos
     if "generation_config.json" in eos:
         (tied / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "top_p": 0.9}))
     weight = torch.ones(2, 3)
-    plans = [[("a", (2, 3), torch.float32)]]
-    write_folder(iter([("a", weight)]), plans, tmp_path / "export", tied, stop_ids=[5, 7])
+    write_folder(iter([("a", weight)]), [[("a", (2, 3), torch.float32)]], tmp_path / "export", tied, stop_ids=[5, 7])
     found = json.loads((tmp_path / "export" / "generation_config.json").read_text())
     assert set(found["eos_token_id"]) == {5, 7, *([3] if "config.json" in eos else [])}
     assert found.get("top_p") == (0.9 if "generation_config.json" in eos else None)
@@ -344,9 +342,8 @@ def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
 def test_the_fix_is_the_backend_that_takes_the_model(tied: Path, change: dict[str, Any], fix: str) -> None:
     """Fails if the fix is to copy a folder that has nothing missing."""
     _set(tied, **change)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"Fix: .*{fix}"):
         check_student(_config(tied))
-    assert fix in caught.value.fix
 
 
 @pytest.fixture(scope="module")
@@ -420,6 +417,5 @@ def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) ->
     assert all(part in str(caught.value) for part in ("experts.0.gate_proj.weight", "[23, 32]"))
     _set(folder, moe_intermediate_size=23)
     check_student(config)
-    with refuses("rollout.tp") as caught:
+    with refuses("rollout.tp", said="23"):
         check_student(config.with_values({"rollout.tp": 2}))
-    assert "23" in str(caught.value)

@@ -83,8 +83,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     """Fails if a finished run, which has no batch in flight, cannot be extended."""
     world, again, whole = World(), World(), World()
     make(tmp_path, world, "trainer.total_steps=3", "trainer.scheduler=two_step_off").fit()
-    settings = ("trainer.scheduler=two_step_off", "trainer.resume=auto")
-    make(tmp_path, again, "trainer.total_steps=6", *settings).fit()
+    make(tmp_path, again, "trainer.total_steps=6", "trainer.scheduler=two_step_off", "trainer.resume=auto").fit()
     make(tmp_path / "whole", whole, "trainer.total_steps=6").fit()
     assert world.trained + again.trained == whole.trained
 
@@ -106,8 +105,7 @@ def test_missing_scores_keep_a_pending_save(tmp_path: Path, error: type[Exceptio
 def test_a_save_waits_for_pending_scores(tmp_path: Path) -> None:
     """Fails if a checkpoint is committed without the batches in flight, or training waits for their scores."""
     world = World(polls_per_recording=1)
-    settings = ("trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=3")
-    make(tmp_path, world, *settings).fit()
+    make(tmp_path, world, "trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=3").fit()
     events = [e for e in world.events if e.startswith(("record", "save", "train"))]
     first_save = ["save", "record batch_00000003 scored", "train", "train"]
     assert events[3:] == [*first_save, "saved 3", "train", "save", "saved 6"]

@@ -107,8 +107,7 @@ def test_a_replay_may_start_at_a_resumed_step(tmp_path: Path) -> None:
     make(tmp_path, World(), *settings).fit()
     start = f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000002'}"
     make(tmp_path, first, *settings, start, "trainer.record_batches=true").fit()
-    replay = f"trainer.replay={tmp_path / 'run' / 'batches'}"
-    trainer = make(tmp_path / "branch", again, *settings, start, replay)
+    trainer = make(tmp_path / "branch", again, *settings, start, f"trainer.replay={tmp_path / 'run' / 'batches'}")
     check_replay(trainer.config, 4, TEACHER)
     trainer.fit()
     assert again.trained == first.trained and len(first.trained) == 2

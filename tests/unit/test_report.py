@@ -85,8 +85,7 @@ def test_charts_show_keys_of_the_catalog() -> None:
         "Time per stage": ["time/train_s"],
         "Duration of a step": ["time/step_s"],
     }
-    row = row_of("time/step_s")
-    assert row is not None and row.key == "time/step_s" and row_of("no/such_key") is None
+    assert row_of("time/step_s").key == "time/step_s" and row_of("no/such_key") is None
 
 
 def test_differences_are_found_whatever_a_number_is_written_as(tmp_path: Path) -> None:
@@ -328,9 +327,8 @@ def test_damaged_files_are_named(tmp_path: Path, file: str, text: str, error: ty
     """Fails if a damaged file ends in a traceback, or the error does not name the place."""
     root = make_run(tmp_path / "run", steps=4)
     (root / file).write_text(text)
-    with pytest.raises(error) as raised:
+    with pytest.raises(error, match=where):
         page(read_runs([root]))
-    assert where in str(raised.value)
     assert main([str(root)]) == (2 if error is ConfigError else 1)
 
 

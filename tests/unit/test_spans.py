@@ -208,8 +208,7 @@ def test_a_resumed_run_keeps_the_spans_of_the_steps_that_it_keeps(tmp_path: Path
     assert {step for step, process in lines_of(run) if process == "driver"} == {0, 1, 2, 3, 4}
     assert {"driver", "actor 0", "teacher w"} == {process for _, process in lines_of(run)}
     before = read_spans(run / "spans.jsonl")
-    back = f"trainer.resume={run / 'checkpoints' / 'step_00000002'}"
-    make(tmp_path, World(), "trainer.total_steps=3", back).fit()
+    make(tmp_path, World(), "trainer.total_steps=3", f"trainer.resume={run / 'checkpoints' / 'step_00000002'}").fit()
     after = read_spans(run / "spans.jsonl")
     kept = [line for line in before if line.step <= 2]
     assert after[: len(kept)] == kept and {line.step for line in after} == {0, 1, 2, 3}

@@ -169,7 +169,7 @@ def process(run: str, before: str, body: str = IN_HOLD, **more: bytes) -> Iterat
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as started:
         try:
-            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            assert started.stdout.readline() == "ready\n"
             if body is STOPPED:
                 wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_STOPPED, 30.0, "the stop")
             yield started.pid
@@ -234,7 +234,7 @@ def test_a_process_is_found_at_any_moment(
     environ = os.environ | rank_env(run, "actor rank 3")
     with subprocess.Popen([*command, str(script)], env=environ, stdout=subprocess.PIPE, text=True) as started:
         try:
-            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            assert started.stdout.readline() == "ready\n"
             looks = [ranks_here(run) for _ in range(100)]
             assert looks == [{started.pid: "actor rank 3"}] * len(looks)
         finally:

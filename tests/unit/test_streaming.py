@@ -128,8 +128,7 @@ class Engines:
 def make(engines: Engines, *overrides: str, total_steps: int = 9) -> StreamedBatches:
     settings = ["trainer.scheduler=stream", "trainer.global_batch_size=2", "rollout.temperature=0.5", "data.seed=10"]
     config = load_config(None, [*settings, f"rollout.n={N}", "trainer.stage_timeout_s=5", *overrides])
-    sampler = PromptSampler(PROMPTS, shuffle=False, seed=10)
-    return StreamedBatches(config, engines, engines, sampler, total_steps)
+    return StreamedBatches(config, engines, engines, PromptSampler(PROMPTS, shuffle=False, seed=10), total_steps)
 
 
 def indices(batch: Sequence[PendingScores]) -> list[int]:

@@ -65,8 +65,7 @@ def test_a_branch_counts_its_own_steps(tmp_path: Path) -> None:
 
 def test_an_interrupted_evaluation_does_not_hide_the_one_before(tmp_path: Path) -> None:
     """Fails if a run that stops in an evaluation ends without its last KL, or counts that evaluation."""
-    world = World(teacher_dies_at=4)
-    trainer = make(tmp_path, world, "trainer.total_steps=5", "eval.every=2", val=PROMPTS[:1])
+    trainer = make(tmp_path, World(teacher_dies_at=4), "trainer.total_steps=5", "eval.every=2", val=PROMPTS[:1])
     with pytest.raises(TeacherUnavailable):
         trainer.fit()
     rows = dict(summary(trainer.metrics.state))

@@ -79,8 +79,7 @@ def test_the_report_shows_the_same_table(run: Path) -> None:
     """Fails if page and command differ, or the page leaves the table out."""
     (read,) = read_runs([run])
     found = evaluations(read)
-    text = page([read])
-    section = text.partition('<section id="where">')[2].partition("</section>")[0]
+    section = page([read]).partition('<section id="where">')[2].partition("</section>")[0]
     assert "end token: 50% of the KL" in section
     assert section.count("<tr>") == len(rows([found])) and "+37.5%" in section
 
