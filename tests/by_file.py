@@ -120,8 +120,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; all test processes were ended", file=sys.stderr)
         return 130
-    total = {"file": "all", **{name: sum(row[name] for row in rows) for name in _COLUMNS}}
-    print(line(total))
+    print(line({"file": "all", **{name: sum(row[name] for row in rows) for name in _COLUMNS}}))
     return int(any(row["failed"] or "problem" in row for row in rows))
 
 

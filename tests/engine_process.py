@@ -6,7 +6,6 @@ Importing it takes 10 CPU seconds. That process has one thread and no engine, so
 from __future__ import annotations
 
 import atexit
-import functools
 import multiprocessing
 import traceback
 from collections.abc import Callable, Mapping
@@ -103,17 +102,14 @@ class _Template:
         self._process.join()
 
 
-@functools.cache
-def _made(values: tuple[tuple[str, str], ...]) -> list[_Template]:
-    return []
+_templates: dict[tuple[tuple[str, str], ...], _Template] = {}  # by their variables
 
 
 def _shared(values: tuple[tuple[str, str], ...]) -> _Template:
     """Return the template with these variables, a new one if the last was killed."""
-    made = _made(values)
-    if not made or not made[-1].is_alive():
-        made.append(_Template(dict(values)))
-    return made[-1]
+    if values not in _templates or not _templates[values].is_alive():
+        _templates[values] = _Template(dict(values))
+    return _templates[values]
 
 
 def _serve(connection: Connection, preload: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ def tables() -> dict[str, str]:
     """Return page -> its tables as Markdown, for each page in `docs` that has any."""
     return {
         "configuration.md": _config_tables(),
-        "metrics.md": _placeholders(),
+        "metrics.md": _table(("placeholder", "values"), ((f"`<{name}>`", _values(name)) for name in PLACEHOLDERS)),
         "results.md": section(ROOT / "docs" / "results"),
         "models.md": _models(ROOT / "docs" / "results" / "models.json"),
     }
@@ -67,10 +67,6 @@ def _key_row(each: Declared[Key]) -> tuple[str, ...]:
         resume,
         each.help,
     )
-
-
-def _placeholders() -> str:
-    return _table(("placeholder", "values"), ((f"`<{name}>`", _values(name)) for name in PLACEHOLDERS))
 
 
 def _values(name: str) -> str:

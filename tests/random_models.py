@@ -1,4 +1,4 @@
-"""Save folders of small random models."""
+"""Save folders of small random models, and make their tokenizers."""
 
 from __future__ import annotations
 
@@ -31,3 +31,12 @@ def save_random(folder: Path, kind: str = "Qwen3", *, seed: int = 0, **settings:
     config = getattr(transformers, f"{kind}Config")(**(tiny | settings))
     getattr(transformers, f"{kind}ForCausalLM")(config).float().save_pretrained(folder)
     return folder
+
+
+def word_tokenizer(n_words: int, **special: str) -> Any:
+    """Return a tokenizer of the words w0, w1, ...; w0 stands for all others."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(n_words)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)

@@ -141,7 +141,6 @@ def _write_rest(root: Path) -> None:
     make_tokenizer(root / "export")
     gpu = GpuInfo(id="3", name="GPU <b>X</b>", memory_total_mib=81920)
     row = RankPlacement(pool="actor", rank=0, host="a", pid=1, cuda_visible_devices="3", gpus=(gpu,))
-    table = GpuMap(device="cuda", rows=(row,), findings=(), ended=True)
-    (root / "gpus.json").write_bytes(table.to_json())
+    (root / "gpus.json").write_bytes(GpuMap(device="cuda", rows=(row,), findings=(), ended=True).to_json())
     start = {"versions": {"torch": "2.13.0"}, "commit": "abc", "seeds": {"data": 1}, "data": [{"file": "<x>"}]}
     (root / "environment.jsonl").write_text(2 * (json.dumps(start) + "\n"))

@@ -39,8 +39,7 @@ def logits_of(model: Any, processor: Any, rollout: Rollout) -> Tensor:
 
 def loss_of(logits: Tensor, topk: TopKTable) -> Tensor:
     """Return the sum of KL(teacher || student) with the rest of the probability as one outcome."""
-    log_q = logits.double().log_softmax(-1)
-    listed = log_q.gather(1, torch.from_numpy(topk.ids.astype(np.int64)))
+    listed = logits.double().log_softmax(-1).gather(1, torch.from_numpy(topk.ids.astype(np.int64)))
     log_p = torch.from_numpy(topk.logprobs).double()
     tail = torch.from_numpy(topk.tail).double().clamp(min=1e-30)
     rest = torch.log1p(-listed.exp().sum(-1).clamp(max=1 - 1e-12))

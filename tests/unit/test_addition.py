@@ -48,8 +48,7 @@ def test_every_column_of_a_worked_solution_is_true(left: int, right: int) -> Non
     for place, column in enumerate(columns.split(",")):
         sum_text, total = column.split("=")
         terms = [int(term) for term in sum_text.split("+")]
-        expected = [left // 10**place % 10, right // 10**place % 10] + [1] * carry
-        assert terms == expected
+        assert terms == [left // 10**place % 10, right // 10**place % 10] + [1] * carry
         assert int(total) == sum(terms) and len(total) == 2
         carry = int(total[0])
     assert int(answer) == left + right == int(problem.answer)
@@ -80,8 +79,7 @@ def test_splits_are_disjoint_up_to_swapped_operands() -> None:
     """If this fails, held-out accuracy measures memory: the student saw the problem or its mirror image."""
     train, heldout = make_problems(seed=3, n_train=5000, n_heldout=500)
     assert (len(train), len(heldout)) == (5000, 500)
-    pairs = {frozenset((problem.left, problem.right)) for problem in train + heldout}
-    assert len(pairs) == 5500
+    assert len({frozenset((problem.left, problem.right)) for problem in train + heldout}) == 5500
 
 
 def test_splits_depend_on_the_seed_and_nothing_else() -> None:

@@ -102,6 +102,5 @@ def test_cuda(dtype: torch.dtype, head_dim: int, knows_length: bool, window: int
     scores = Scores(0.1, window)
     actual = _with_grads(causal_attention(*inputs, _borders().cuda(), max_length=longest, scores=scores), inputs)
     exact_inputs = tuple(t.detach().double().cpu().requires_grad_() for t in inputs)
-    exact = _with_grads(_dense(*exact_inputs, LENGTHS, scores), exact_inputs)
-    for a, b in zip(actual, exact, strict=True):
+    for a, b in zip(actual, _with_grads(_dense(*exact_inputs, LENGTHS, scores), exact_inputs), strict=True):
         assert float((a.double().cpu() - b).abs().max()) <= 0.02 * max(1.0, float(b.abs().max()))

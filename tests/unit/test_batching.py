@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gkd.actor.common.step import check_micro_batch
 from gkd.data.batching import check_batch, make_micro_batches, token_records, trained_on
 from gkd.errors import DataError, GkdError, TeacherError
-from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTargets, VersionSpan
+from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, VersionSpan
 from teacher_server.wire.protocol import Signal
 from teacher_server.wire.table import TopKTable
 from tests.dist.megatron_reference import make_micro_batches as reference_batches
@@ -59,15 +59,9 @@ def make_scores(rollout: Rollout, k: int = K) -> TeacherScores:
     )
 
 
-def targets_of(batch: MicroBatch) -> TokenTargets:
-    assert batch.targets is not None
-    return batch.targets
-
-
 def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
     """Return (token at the row's position, token to predict, first teacher id) of every loss row."""
-    flat, targets = batch.tokens.reshape(-1), targets_of(batch)
-    assert targets.topk_ids is not None
+    flat, targets = batch.tokens.reshape(-1), batch.targets
     return [
         (int(flat[i]), int(t), int(k[0]))
         for i, t, k in zip(batch.loss_index, targets.sampled_ids, targets.topk_ids, strict=True)
@@ -132,7 +126,7 @@ def test_every_own_token_has_one_loss_row_with_its_teacher_row(  # type: ignore[
 
 def check_packed(batch: MicroBatch, lengths: list[int]) -> None:
     """Assert one row without padding, positions that restart at each sequence, and loss rows inside the sequences."""
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.dtype == torch.int32
     borders = batch.cu_seqlens.tolist()
     assert borders == [0, *np.cumsum(lengths).tolist()] and batch.tokens.shape == (1, borders[-1])
     assert batch.position_ids.tolist() == [[i for n in lengths for i in range(n)]]
@@ -163,8 +157,7 @@ def test_micro_batches_are_built_on_access() -> None:
     assert len(batches) == 2 and batches[-1].samples == ((2, 3), (3, 3)) and len(batches[1:]) == 1
     first, again = batches[0], batches[0]
     assert rows_of(first) == rows_of(again)
-    tables, others = targets_of(first).hidden, targets_of(again).hidden
-    assert tables is not None and others is not None and tables.data_ptr() != others.data_ptr()
+    assert first.targets.hidden.data_ptr() != again.targets.hidden.data_ptr()
     with pytest.raises(IndexError):
         batches[2]
 
@@ -175,19 +168,19 @@ def test_every_table_follows_its_response_token(packed: bool) -> None:
     rollouts = [make_rollout(1, 2, 3), replace(make_rollout(2, 1, 4), on_policy=False), make_rollout(3, 4, 1)]
     rollouts = [replace(r, rollout_logprobs=r.response_ids / np.float32(-1000)) for r in rollouts]
     (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3, packed=packed)
-    targets, tokens = targets_of(batch), torch.cat([torch.from_numpy(r.response_ids) for r in rollouts])
+    targets, tokens = batch.targets, torch.cat([torch.from_numpy(r.response_ids) for r in rollouts])
     assert len(targets) == batch.n_loss_tokens == 8
     assert targets.sampled_ids.equal(tokens.long())
     assert targets.on_policy.tolist() == [True] * 3 + [False] * 4 + [True]
     torch.testing.assert_close(targets.rollout_logprobs, torch.where(targets.on_policy, tokens / -1000, 0.0))
-    assert targets.ends is not None and targets.ends.nonzero().flatten().tolist() == [2, 7]  # without the dataset's
-    assert targets.topk_ids is not None and targets.topk_ids[:, 1].equal(tokens.long() + 1)
-    assert targets.topk_logprobs is not None and targets.topk_logprobs.dtype == torch.float32
-    assert targets.tail_mass is not None and targets.tail_mass.tolist() == [0.5] * 8
-    assert targets.sampled_logprobs is not None and targets.sampled_logprobs.equal(-tokens.float())
-    assert targets.logits is not None and targets.logits.dtype == torch.float16
+    assert targets.ends.nonzero().flatten().tolist() == [2, 7]  # without the dataset's
+    assert targets.topk_ids[:, 1].equal(tokens.long() + 1)
+    assert targets.topk_logprobs.dtype == torch.float32
+    assert targets.tail_mass.tolist() == [0.5] * 8
+    assert targets.sampled_logprobs.equal(-tokens.float())
+    assert targets.logits.dtype == torch.float16
     assert targets.logits.shape == (8, N_VOCAB) and targets.logits[:, -1].equal(-(tokens % 1000).half())
-    assert targets.hidden is not None and targets.hidden.equal(tokens.float()[:, None].expand(8, D))
+    assert targets.hidden.equal(tokens.float()[:, None].expand(8, D))
 
 
 def test_each_turn_of_a_trajectory_has_an_end() -> None:
@@ -195,8 +188,7 @@ def test_each_turn_of_a_trajectory_has_an_end() -> None:
     done, cut = make_rollout(1, 2, 7, own=0b1100011), make_rollout(2, 1, 5, own=0b10011)
     rollouts = [done, replace(cut, finish_reason="length"), replace(make_rollout(3, 1, 3, own=0b011), on_policy=False)]
     (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3)
-    ends = targets_of(batch).ends
-    assert ends is not None and ends.tolist() == [False, True] * 2 + [False, True, False] + [False, False]
+    assert batch.targets.ends.tolist() == [False, True] * 2 + [False, True, False] + [False, False]
 
 
 def test_skipped_tokens_are_own_tokens() -> None:
@@ -218,12 +210,12 @@ def test_turns_keep_their_numbers_without_the_first_tokens(n: int, packed: bool)
     """Fails if a turn counts as an earlier one because distill.skip_first_tokens has left out all tokens before it."""
     rollouts = [make_rollout(1, 2, 9, own=0b110110011), make_rollout(2, 1, 7)]
     whole, cut = (
-        targets_of(make_micro_batches(kept, [make_scores(r) for r in kept], micro_batch_size=2, packed=packed)[0])
+        make_micro_batches(kept, [make_scores(r) for r in kept], micro_batch_size=2, packed=packed)[0].targets
         for kept in (rollouts, trained_on(rollouts, None, n)[0])
     )
-    assert whole.turns is not None and whole.turns.tolist() == [0, 0, 1, 1, 2, 2, *[0] * 7]
+    assert whole.turns.tolist() == [0, 0, 1, 1, 2, 2, *[0] * 7]
     turn_of = dict(zip(whole.sampled_ids.tolist(), whole.turns.tolist(), strict=True))
-    assert cut.turns is not None and cut.turns.tolist() == [turn_of[token] for token in cut.sampled_ids.tolist()]
+    assert cut.turns.tolist() == [turn_of[token] for token in cut.sampled_ids.tolist()]
 
 
 def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batch() -> None:
@@ -231,24 +223,20 @@ def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batc
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1), make_rollout(3, 1, 3)]
     scores = [make_scores(r, k) for r, k in zip(rollouts, (2, 4, 3), strict=True)]
     wide, narrow = make_micro_batches(rollouts, scores, micro_batch_size=2)
-    ids, logprobs = targets_of(wide).topk_ids, targets_of(wide).topk_logprobs
-    assert ids is not None and logprobs is not None
+    ids, logprobs = wide.targets.topk_ids, wide.targets.topk_logprobs
     assert ids.shape == logprobs.shape == (3, 4)
     assert ids[:2, 2:].eq(-1).all() and logprobs[:2, 2:].eq(-torch.inf).all()
     assert ids[:2, :2].ge(0).all() and ids[2].ge(0).all() and logprobs[2].isfinite().all()
-    assert targets_of(narrow).topk_ids is not None and targets_of(narrow).topk_ids.shape == (3, 3)  # type: ignore[union-attr]
+    assert narrow.targets.topk_ids.shape == (3, 3)
 
 
 def test_read_only_arrays_of_the_object_store_are_copied() -> None:
     """Fails if torch writes to memory that other processes map."""
     rollout = make_rollout(1, 2, 3)
     scores = make_scores(rollout)
-    assert scores.hidden is not None
     scores.hidden.setflags(write=False)
     (batch,) = make_micro_batches([rollout], [scores], micro_batch_size=1)
-    hidden = targets_of(batch).hidden
-    assert hidden is not None
-    hidden.zero_()
+    batch.targets.hidden.zero_()
     assert scores.hidden.any()
 
 
@@ -289,7 +277,6 @@ def test_a_bad_rollout_is_refused_by_rank_and_sample(change: dict[str, np.ndarra
 
 def _topk(change: Callable[[TopKTable], None]) -> Callable[[TeacherScores], TeacherScores]:
     def changed(scores: TeacherScores) -> TeacherScores:
-        assert scores.topk is not None
         change(scores.topk)
         return scores
 
@@ -336,7 +323,6 @@ def test_scores_of_a_server_are_checked_for_shape_alone() -> None:
         (table.logprobs if signal == "topk" else table)[1] = np.nan
     checked([make_scores(valid), nan], signals=ALL)
     good = make_scores(other)
-    assert good.topk is not None
     shorter = replace(good, topk=good.topk.rows(slice(1)))
     for field in ("sampled_logprobs", "logits", "hidden"):
         shorter = replace(shorter, **{field: getattr(good, field)[:1]})
@@ -395,7 +381,7 @@ def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -
     scores = [make_scores(r) for r in rollouts]
     batches = make_micro_batches(rollouts, scores, micro_batch_size=2, max_tokens=max_tokens, packed=packed)
     # Values that identify the token.
-    tables = [torch.stack([targets_of(b).sampled_ids.float(), targets_of(b).on_policy.float()], dim=1) for b in batches]
+    tables = [torch.stack([b.targets.sampled_ids.float(), b.targets.on_policy.float()], dim=1) for b in batches]
     # The teacher's choices: the token itself, and one that a shorter list lacks.
     choices = [torch.stack([table[:, :1].repeat(1, 3), torch.full((len(table), 3), -1.0)], dim=1) for table in tables]
     records = token_records(batches, tables, ("token", "on_policy"), rollouts[1:], choices)

@@ -81,5 +81,4 @@ def test_the_time_of_an_engine_is_that_of_its_passes() -> None:
 def test_group_tokens_max_is_the_largest_group() -> None:
     """Fails if perf/group_tokens_max is not the token count of the slowest data-parallel group."""
     batch = [scored(2, 0), scored(1, 1), scored(2, 1)]
-    m = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), version=0)
-    assert m["perf/group_tokens_max"] == 15
+    assert step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), version=0)["perf/group_tokens_max"] == 15

@@ -92,11 +92,10 @@ def test_each_rank_sends_to_the_worker_on_its_card() -> None:
     ranks, engines = [Rank(i) for i in range(4)], [Engine(), Engine()]
     settings = [COLOCATE, "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4", "rollout.tp=2"]
     config = load_config(None, settings)
-    pool = ActorPool(ranks, config)
-    sync = WeightSync(pool.exporters("cuda"), engines, config, "cuda", 60)
+    sync = WeightSync(ActorPool(ranks, config).exporters("cuda"), engines, config, "cuda", 60)
     members = [spec for engine in engines for spec in engine.specs]
     for rank, member in zip(ranks, members, strict=True):
-        assert rank.spec is not None and rank.spec.port == member.port
+        assert rank.spec.port == member.port
         assert (rank.spec.rank, member.rank, member.world_size, member.transport) == (0, 1, 2, "ipc")
     assert [rank.spec is not None and rank.spec.keeps for rank in ranks] == [True, False, False, False]
     sync.push(1)

@@ -19,6 +19,7 @@ from gkd.preflight.run import preflight, problems
 from gkd.tools import check
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.hub import Hub
+from tests.random_models import word_tokenizer
 from tests.structure import ROOT
 from tests.unit.test_quick_refusals import refusing_port
 
@@ -37,13 +38,9 @@ def of_the_answer(prompt, response, row):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model, prompts, functions, and right.yaml, whose teacher is a pool of the run."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     root = tmp_path_factory.mktemp("check")
     model = make_hf_folder(root / "qwen3", "qwen3", head_dim=32)  # vLLM's attention on the CPU lacks 16
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(model)
+    word_tokenizer(VOCAB, eos_token="w1").save_pretrained(model)
     (root / "prompts.jsonl").write_text(json.dumps({"prompt": "w2", "answer": "w3"}) + "\n")
     (root / "judges_of_check.py").write_text(FUNCTIONS)
     (root / "right.yaml").write_text(

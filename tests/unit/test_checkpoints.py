@@ -168,8 +168,7 @@ def test_a_manifest_cannot_list_files_outside_its_folder(store: CheckpointStore)
 
 def test_a_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
     """Fails if a manually renamed folder resumes at the wrong step."""
-    folder = commit(store, 1)
-    other = shutil.copytree(folder, store.root / "step_00000002")
+    other = shutil.copytree(commit(store, 1), store.root / "step_00000002")
     with pytest.raises(CheckpointError):
         verified(other)
 

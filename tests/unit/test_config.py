@@ -32,15 +32,6 @@ BEST = ["data.val_files=[v]", "eval.metric=exact_match"]
 ROUTES = ["data.teacher_key=d"]
 
 
-def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    """Fails if a run ignores a value of its YAML or command line."""
-    file = tmp_path / "x.yaml"
-    file.write_text("actor: {tp: 2, optim: {lr: 0.5}}\nrollout: {n: 3}\n")
-    config = load_config(file, ["rollout.n=4", "actor.optim.betas=[0.8, 0.9]"])
-    assert (config.actor.tp, config.actor.optim.lr, config.rollout.n, config.actor.pp) == (2, 0.5, 4, 1)
-    assert config.actor.optim.betas == [0.8, 0.9]
-
-
 def numbers(setting: Setting) -> st.SearchStrategy[float]:
     """Return the valid numbers of a setting."""
     low = setting.ge if setting.gt is None else setting.gt
@@ -119,15 +110,17 @@ def test_a_text_of_the_command_line_is_kept_as_it_is(text: str) -> None:
     assert load_config(None, [f"data.system_prompt={written}"]).data.system_prompt == text
 
 
-def test_later_files_win_over_earlier_ones(tmp_path: Path) -> None:
-    """Fails if a file is ignored, or lists of two files are joined; or the integer 8.0 is refused."""
+def test_overrides_win_over_later_files_and_those_over_earlier_ones(tmp_path: Path) -> None:
+    """Fails if a file or an override is ignored, or lists of two files are joined; or the integer 8.0 is refused."""
     (tmp_path / "base.yaml").write_text(
-        "rollout: {tp: 2, max_num_seqs: 8.0}\ndata: {train_files: [a.jsonl, b.jsonl]}\n"
+        "rollout: {tp: 2, max_num_seqs: 8.0}\ndata: {train_files: [a.jsonl, b.jsonl]}\nactor: {optim: {lr: 0.5}}\n"
     )
-    (tmp_path / "mine.yaml").write_text("rollout: {tp: 4}\ndata: {train_files: [c.jsonl]}\n")
-    config = load_config([tmp_path / "base.yaml", tmp_path / "mine.yaml"], ["actor.tp=2"])
-    assert (config.rollout.tp, config.rollout.max_num_seqs, config.actor.tp) == (4, 8, 2)
+    (tmp_path / "mine.yaml").write_text("rollout: {tp: 4, n: 3}\ndata: {train_files: [c.jsonl]}\n")
+    files = [tmp_path / "base.yaml", tmp_path / "mine.yaml"]
+    config = load_config(files, ["rollout.n=4", "actor.optim.betas=[0.8, 0.9]"])
+    assert (config.rollout.tp, config.rollout.max_num_seqs, config.rollout.n, config.actor.pp) == (4, 8, 4, 1)
     assert config.data.train_files == ["c.jsonl"]
+    assert (config.actor.optim.lr, config.actor.optim.betas) == (0.5, [0.8, 0.9])
 
 
 def test_a_text_of_the_command_line_may_be_quoted_or_refer_to_a_key() -> None:

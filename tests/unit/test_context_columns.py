@@ -56,7 +56,6 @@ def test_the_ranks_of_a_group_have_each_column_row_and_target_once(
             at = whole.loss_index[rows]
             assert torch.equal(part.tokens.flatten()[part.loss_index], whole.tokens.flatten()[at])
             assert torch.equal(part.position_ids.flatten()[part.loss_index], whole.position_ids.flatten()[at])
-            assert whole.targets is not None
             for name, wanted in asdict(whole.targets.rows(rows)).items():
                 found = getattr(part.targets, name)
                 assert found is wanted is None or torch.equal(found, wanted), name

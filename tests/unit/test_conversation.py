@@ -198,7 +198,6 @@ VLLM_TEMPLATE = "transformers_utils/chat_templates/template_minicpmv45.jinja"  #
 def test_the_template_gets_the_tools_of_the_row(tmp_path: Path, name: str, as_text: bool) -> None:
     """Fails if a prompt lacks its tools, has those of another row, or differs from what transformers renders."""
     spec = find_spec("vllm")
-    assert spec is not None and spec.origin is not None
     made = tokenizer((Path(spec.origin).parent / VLLM_TEMPLATE).read_text() if name == "real" else TOOLS[name])
     row = {"prompt": [USER], "t": json.dumps(WEATHER) if as_text else WEATHER}
     found = text(tmp_path, row, made, tools_key="t", system_prompt="Be brief.")

@@ -193,9 +193,8 @@ def test_the_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path, t
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "ab"}])
     messages = jsonl(tmp_path / "m.jsonl", [{"prompt": [{"role": "user", "content": "ab"}]}])
     for source, setting in ((file, "always"), (messages, "auto"), (messages, "never")):
-        with pytest.raises(ConfigError) as caught:
+        with refuses("data.chat_template", setting) as caught:
             load([source], tokenizer, chat_template=setting)
-        assert (caught.value.key, caught.value.value) == ("data.chat_template", setting)
         assert "use auto" not in caught.value.fix or setting == "always", "auto cannot help without a template"
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -205,9 +204,9 @@ def test_the_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path, t
         for source in (file, messages):
             assert load([source], tokenizer)[0][0].token_ids.tolist() == templated
         assert load([file], tokenizer, chat_template="never")[0][0].token_ids.tolist() == [0, 1]
-        with pytest.raises(ConfigError) as caught:
+        with refuses("data.chat_template") as caught:
             load([messages], tokenizer, chat_template="never")
-        assert caught.value.key == "data.chat_template" and "auto" in caught.value.fix
+        assert "auto" in caught.value.fix
     finally:
         tokenizer.chat_template = None
 
@@ -253,8 +252,7 @@ def test_a_dataset_response_gets_no_special_token_except_eos(tmp_path: Path) -> 
     assert prompt.response_ids.tolist() == [0, 1], "b is an end token here"
     (prompt,) = load([file], with_begin, [3, 9])[0]
     assert prompt.response_ids.tolist() == [0, 1, 3], "the tokenizer's eos has priority"
-    without_end = PreTrainedTokenizerFast(tokenizer_object=inner)
-    (prompt,) = load([file], without_end, [9])[0]
+    (prompt,) = load([file], PreTrainedTokenizerFast(tokenizer_object=inner), [9])[0]
     assert prompt.response_ids.tolist() == [0, 1, 9]
 
 

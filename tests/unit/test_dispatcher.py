@@ -66,10 +66,8 @@ class Handle:
 
 
 def settings(*overrides: str) -> Config:
-    return load_config(
-        None,
-        [f"rollout.max_num_seqs={SLOTS}", f"rollout.n={N}", "trainer.stage_timeout_s=10", *overrides],
-    )
+    own = [f"rollout.max_num_seqs={SLOTS}", f"rollout.n={N}", "trainer.stage_timeout_s=10"]
+    return load_config(None, [*own, *overrides])
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -79,8 +77,7 @@ def prompts(n: int) -> list[Prompt]:
 def generate(pool: RolloutPool, n_prompts: int) -> dict[int, list[int]]:
     """Return the tokens by sample index; each sample comes once, in a chunk of its group."""
     answers: dict[int, list[int]] = {}
-    chunks = pool.generate(prompts(n_prompts), prompt_indices=range(n_prompts), n=N, temperature=1.0, seed=0)
-    for chunk in chunks:
+    for chunk in pool.generate(prompts(n_prompts), prompt_indices=range(n_prompts), n=N, temperature=1.0, seed=0):
         for rollout in rollouts_of(chunk):
             assert rollout.sample_index not in answers and rollout.sample_index // N % N_GROUPS == chunk.dp_rank
             answers[rollout.sample_index] = rollout.response_ids.tolist()
@@ -102,8 +99,7 @@ def test_any_number_of_engines_answers_each_prompt_once(n_engines: int) -> None:
     handles = [Handle(config) for i in range(n_engines)]
     pool = RolloutPool(handles, config, N_GROUPS)
     for n_prompts in (40, 3):
-        answers = generate(pool, n_prompts)
-        assert answers == {i * N + j: [i, j] for i in range(n_prompts) for j in range(N)}
+        assert generate(pool, n_prompts) == {i * N + j: [i, j] for i in range(n_prompts) for j in range(N)}
     assert all(handle.engine.started and not handle.engine.running for handle in handles)
 
 
@@ -136,8 +132,7 @@ def test_a_slow_engine_gets_fewer_prompts() -> None:
     config = settings("trainer.global_batch_size=8")
     fast, slow = Handle(config), Handle(config)
     slow.engine.may_step = lambda: fast.engine.n_prompts >= 160
-    answers = generate(RolloutPool([fast, slow], config, N_GROUPS), 200)
-    assert len(answers) == 200 * N
+    assert len(generate(RolloutPool([fast, slow], config, N_GROUPS), 200)) == 200 * N
     assert slow.engine.n_prompts <= 40
 
 

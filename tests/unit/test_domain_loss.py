@@ -137,8 +137,7 @@ def test_weights_of_each_normalization(normalize: str) -> None:
 
 def test_one_domain_is_the_token_mean_to_the_bit() -> None:
     """Fails if distill.normalize: domain changes a run whose rows have one route."""
-    counts = route_counts(BATCH[:2], 3)
-    assert sequence_weights(BATCH[:2], counts, TEACHERS, "domain").tolist() == [1.0, 1.0]
+    assert sequence_weights(BATCH[:2], route_counts(BATCH[:2], 3), TEACHERS, "domain").tolist() == [1.0, 1.0]
 
 
 def test_rows_carry_route_and_weight_of_their_sequence() -> None:
@@ -150,7 +149,6 @@ def test_rows_carry_route_and_weight_of_their_sequence() -> None:
         assert batches[0].targets is not None and batches[0].targets.weights is None
         for batch in replace(batches, weights=weights)[:]:
             targets = batch.targets
-            assert targets is not None and targets.routes is not None and targets.weights is not None
             of_row = [BATCH[i] for i in targets.sampled_ids.tolist()]
             assert targets.routes.tolist() == [r.route for r in of_row]
             assert targets.weights.tolist() == [float(r.sample_index) for r in of_row]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from gkd.config.load import load_config
 from gkd.errors import ModelError
 from gkd.hf.model_folder import eos_token_ids
 from gkd.preflight.run import read_student
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.random_models import word_tokenizer
 from tests.refusals import refuses
 
-
-def _tokenizer(**special: str) -> Any:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", **special)
+_tokenizer = partial(word_tokenizer, 20, unk_token="w0")
 
 
 @pytest.mark.parametrize(

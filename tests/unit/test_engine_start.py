@@ -159,7 +159,6 @@ def killed_engine(
         monkeypatch.setenv(name, value)
     command = [sys.executable, "-c", ENGINE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as engine:
-        assert engine.stdout is not None
         left = [SHARED_MEMORY / name for name in engine.stdout.readline().split()]
         os.killpg(engine.pid, signal.SIGKILL)  # with multiprocessing's trackers, which would remove the names
     assert len(left) == 3 and all(path.exists() for path in left)

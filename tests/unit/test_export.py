@@ -36,8 +36,7 @@ def test_the_newest_the_best_or_a_step_is_chosen(run: Path, capsys: pytest.Captu
     """Fails if another checkpoint is exported than the one that was named, or a run with a better step than its last
     one does not say how to get it.
     """
-    choices: list[tuple[int | None, bool, int]] = [(None, False, 6), (None, True, 2), (4, False, 4)]
-    for step, best, chosen in choices:
+    for step, best, chosen in [(None, False, 6), (None, True, 2), (4, False, 4)]:
         assert step_of(export.find_checkpoint(run, step, best=best)) == chosen
     closing = Closing(make(run.parent / "other", World()).config.with_values({"trainer.run_dir": str(run)}), [])
     closing.state = RunState(6)

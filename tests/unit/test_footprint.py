@@ -21,6 +21,7 @@ from gkd.memory.footprint.estimate import HOST_PARTS, LOGITS_BYTES, STATES, Rank
 from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
 from tests.refusals import refuses
+from tests.unit.test_launch import put_tool
 
 GIB = 1 << 30
 GSM8K = Path(__file__).parents[2] / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
@@ -218,8 +219,7 @@ def test_a_folder_without_a_config(tmp_path: Path, content: str | None) -> None:
 
 def test_damaged_weight_files(tmp_path: Path) -> None:
     """Fails if the headers of absent, truncated or foreign files end in a traceback."""
-    other = json.dumps({**QWEN25_15B, "model_type": "olmo3"})
-    folder = _folder(tmp_path / "model", other)
+    folder = _folder(tmp_path / "model", json.dumps({**QWEN25_15B, "model_type": "olmo3"}))
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         read_model_folder(folder, "model.path")
     for content in (b"", b"\xff" * 64, (20).to_bytes(8, "little") + b'{"a": {"dtype": "F32'):
@@ -277,11 +277,7 @@ def test_the_command_counts_the_teacher(qwen: str, tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (("--gpu-gib", "inf"), "--gpu-gib"),
-        (("--teacher", "nowhere"), "--teacher"),
-        (("actor.tp=0",), "actor.tp"),
-    ],
+    [(("--gpu-gib", "inf"), "--gpu-gib"), (("--teacher", "nowhere"), "--teacher"), (("actor.tp=0",), "actor.tp")],
 )
 def test_wrong_arguments_of_the_command(
     qwen: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
@@ -294,13 +290,11 @@ def test_wrong_arguments_of_the_command(
 def list_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple[float, float]]) -> None:
     """Put an nvidia-smi on PATH that lists GPUs with this total and free memory in GiB."""
     rows = [
-        f"{i}, GPU-{i}, Card, 00000000:{i:02x}:00.0, {total * 1024:.0f}, {free * 1024:.0f}"
+        f"{i}, GPU-{i}, Card, 00000000:{i:02x}:00.0, {total * 1024:.0f}, {free * 1024:.0f}\n"
         for i, (total, free) in enumerate(gpus)
     ]
-    script = folder / "nvidia-smi"
-    script.write_text('#!/bin/sh\ncase "$1" in *gpu=*) cat <<END\n' + "\n".join(rows) + "\nEND\n;; esac\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    put_tool(folder, "nvidia-smi", f"case $1 in *gpu=*) printf '%s' '{''.join(rows)}';; esac")
+    monkeypatch.setenv("PATH", f"{folder}/bin", prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

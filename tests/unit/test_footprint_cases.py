@@ -38,8 +38,7 @@ def test_recorded_peaks_of_the_cuda_allocator(row: list[Any], tmp_path: Path) ->
     their size.
     """
     strategy, name, settings, sizes, saved, peak, *_ = row
-    config_json = CUDA["sizes"] | sizes
-    (found,) = predict(Case(name, (f"actor.strategy={strategy}", *settings), config_json), tmp_path, "cuda")
+    (found,) = predict(Case(name, (f"actor.strategy={strategy}", *settings), CUDA["sizes"] | sizes), tmp_path, "cuda")
     spare = found.parts["gradients"] if name.endswith("one micro-batch") else 0
     assert 0.95 * peak < found.total_bytes < 1.05 * peak + spare
     if saved and saved > 0.2 * peak and "model.dtype=float32" not in settings and strategy == "megatron":

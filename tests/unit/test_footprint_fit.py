@@ -143,8 +143,7 @@ def test_the_memory_of_a_host() -> None:
     """
     student = 2 * 1_543_714_304  # bytes in bfloat16
     config = config_of(*TP2, "rollout.n_gpus_per_node=2")
-    actor = ranks_of(config)[0]
-    assert host_bytes(ranks_of(config), config, 1.0) == 2 * actor.parts["saved_copy"] + student + GIB
+    assert host_bytes(ranks_of(config), config, 1.0) == 2 * ranks_of(config)[0].parts["saved_copy"] + student + GIB
     offloaded = config_of(*COLOCATED, "actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true", "rollout.max_restarts=0")
     found = ranks_of(offloaded)
     parts = sum(found[0].parts[name] for name in ("offloaded", "saved_copy", "moved_states"))
@@ -193,8 +192,7 @@ def test_a_long_sequence_gets_context_parallelism() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     """Fails if changes that do not suffice are printed as if they did."""
-    case = case_of(config_of(), 3)
-    lines = remedy_lines(case, "run")
+    lines = remedy_lines(case_of(config_of(), 3), "run")
     assert lines[0].startswith("it does not fit") and len(lines) > 1 and "fsdp_cpu_offload=true" in lines[0]
     assert remedy_lines(case_of(config_of(), 80), "run") == ["it fits with: run"]
 
@@ -213,8 +211,7 @@ def test_more_gpus_are_the_last_resort() -> None:
 def test_changes_of_a_model_that_cannot_be_split_are_not_proposed() -> None:
     """Fails if a printed split is refused at the start of the run: 3 key heads over 2 ranks."""
     odd = QWEN25_15B | {"num_key_value_heads": 3}
-    case = case_of(config_of("rollout.n_gpus_per_node=2"), 4, model=odd)
-    changes, _ = case.fitting()
+    changes, _ = case_of(config_of("rollout.n_gpus_per_node=2"), 4, model=odd).fitting()
     assert not {"actor.tp", "rollout.tp"} & changes.keys()
     with pytest.raises((ConfigError, ModelError)):
         case_of(config_of("rollout.n_gpus_per_node=2", "rollout.tp=2"), 4, model=odd).footprints()

@@ -89,10 +89,7 @@ ROPES: dict[str, tuple[dict[str, Any], bool]] = {
     "yarn, Ministral 3": ({"model_type": "ministral3", "rope_parameters": {**YARN}}, True),
     "that scales queries and keys": ({"model_type": "ministral3", "rope_parameters": {**YARN, "mscale": 0.5}}, False),
     "that does so by default": ({"model_type": "ministral3", "rope_parameters": {**YARN, "mscale": None}}, False),
-    "without the scale": (
-        {"model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": ""}},
-        False,
-    ),
+    "without the scale": ({"model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": ""}}, False),
 }
 
 

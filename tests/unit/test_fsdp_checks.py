@@ -98,8 +98,7 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
     check_student(falcon)
     with refuses("rollout.tp"):
         check_student(falcon.with_values({"rollout.tp": 3}))
-    by_layer = PretrainedConfig(intermediate_size=[48, 96, 48])
-    assert distinct_sizes(by_layer, "intermediate_size") == (48, 96)
+    assert distinct_sizes(PretrainedConfig(intermediate_size=[48, 96, 48]), "intermediate_size") == (48, 96)
     with pytest.raises(ConfigError) as caught:
         check_engine_split(5, (10,), (5,), {"MLP columns": (10, 12)})
     assert caught.value.key == "rollout.tp" and "12 MLP columns" in str(caught.value)
@@ -120,9 +119,8 @@ def test_models_that_do_not_support_the_settings(
     folders: Path, kind: str, actor: dict[str, Any], key: str, text: str
 ) -> None:
     """Fails if an error that a pass without weights can find is raised only on the ranks, or without its key."""
-    with refuses(key) as caught:
+    with refuses(key, said=text):
         check_student(_config(folders / kind, **actor))
-    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +198,7 @@ def test_norms_compute_with_torchs_kernel(folders: Path, kind: str, is_fused: bo
         with torch.profiler.profile() as profiled:
             found = norm(x)
         torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
-        names = {event.key for event in profiled.key_averages()}
-        assert ("aten::rms_norm" in names) == is_fused
+        assert ("aten::rms_norm" in {event.key for event in profiled.key_averages()}) == is_fused
 
 
 def test_a_norm_with_a_gate_computes_with_it(tmp_path: Path) -> None:
@@ -231,9 +228,8 @@ def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
     ):
         shutil.copytree(folders / "mixtral", tmp_path, dirs_exist_ok=True)
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with refuses("model.path") as caught:
+        with refuses("model.path", said=text):
             check_student(_config(tmp_path))
-        assert text in str(caught.value)
 
 
 def test_adapters_that_leave_out_the_experts_are_refused(tmp_path: Path) -> None:
@@ -245,9 +241,8 @@ def test_adapters_that_leave_out_the_experts_are_refused(tmp_path: Path) -> None
     mixed = save_random(tmp_path / "mixed", "Qwen3Moe", mlp_only_layers=[0], **sizes)
     for folder, layer in ((shared, "shared_expert"), (mixed, "mlp")):
         for targets in (LoraConfig().targets, ["q_proj", "down_proj"]):
-            with refuses("actor.lora.targets") as caught:
+            with refuses("actor.lora.targets", said=f"{layer}.down_proj"):
                 check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=targets)))
-            assert f"{layer}.down_proj" in str(caught.value)
         for target in ("q_proj", f"{layer}.down_proj"):
             check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=[target])))
 
@@ -298,8 +293,7 @@ def test_the_digest_distinguishes_models(qwen3: Path, tmp_path: Path) -> None:
         save_file(tensors, large / "model.safetensors", metadata={"format": "pt"})
         digests.add(weights_digest(large))
     assert len(digests) == 3
-    weights = load_file(qwen3 / "model.safetensors")
-    moved = {name: tensor * 1.01 for name, tensor in weights.items()}
+    moved = {name: tensor * 1.01 for name, tensor in load_file(qwen3 / "model.safetensors").items()}
     save_file(moved, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
     assert weights_digest(tmp_path / "copy") != weights_digest(qwen3)
 
@@ -341,9 +335,8 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
         ({"model_type": "no_such_model"}, "no_such_model"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config_json))
-        with refuses("model.path") as caught:
+        with refuses("model.path", said=text):
             check_student(_config(tmp_path))
-        assert text in str(caught.value)
         shutil.copy(qwen3 / "model.safetensors", tmp_path)
 
 

@@ -29,8 +29,7 @@ def sent(ids: np.ndarray, **changes: Any) -> tuple[Any, list[bytes]]:
     frames = [bytes(frame) for frame in pack_given(ids)]
     tokens = np.zeros(len(ids) + 1, np.int32)
     fields = {"k": ids.shape[1], "n_given": ids.shape[1], "given_checksums": [checksum(frame) for frame in frames]}
-    request = make_request(tokens, prompt_length=1, **(fields | changes))
-    return requests.decode(requests.encode(request)), frames
+    return requests.decode(requests.encode(make_request(tokens, prompt_length=1, **(fields | changes)))), frames
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (30, 7), (100_000, 40)], ids=str)
@@ -44,8 +43,7 @@ def test_ids_survive_the_wire(shape: tuple[int, int]) -> None:
 
 def test_frames_that_do_not_match_the_header_are_refused() -> None:
     """Fails if rows of another sequence, a missing frame or a flipped bit are used as ids."""
-    ids = distinct(12, 5)
-    request, frames = sent(ids)
+    request, frames = sent(distinct(12, 5))
     flipped = bytes([frames[0][0] ^ 1]) + frames[0][1:]
     for bad in ([], frames[:1], [*frames, b"x"], [flipped, frames[1]], sent(distinct(11, 5))[1]):
         with pytest.raises(ProtocolError):
@@ -148,7 +146,6 @@ def test_the_list_is_the_given_ids_and_the_most_probable_others(
     rest = exact.copy()
     np.put_along_axis(rest, got.ids.astype(np.int64), -np.inf, 1)
     np.testing.assert_allclose(got.tail, np.exp(rest).sum(-1), rtol=2e-5)
-    assert got.sampled is not None
     np.testing.assert_allclose(got.sampled, exact[np.arange(N_ROWS), tokens], atol=2e-5)
 
 

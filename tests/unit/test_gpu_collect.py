@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from gkd.start.pools import worker_env
 from gkd.tools import check_gpus
 from gkd.tools.check_gpus import refresh
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
+from tests.unit.test_launch import put_tool
 
 GPUS = """0, GPU-aa, NVIDIA H100, 00000000:18:00.0, 143771, 143100
 1, GPU-bb, NVIDIA H100, 00000000:2A:00.0, 143771, 100
@@ -47,14 +49,8 @@ PROCESSES = "GPU-bb, 4242\nGPU-bb, 17\nGPU-dd, [Not Found]\n"
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Put a program of that name first on the PATH."""
-
-    def make(script: str) -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    return make
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    return partial(put_tool, tmp_path, "nvidia-smi")
 
 
 def smi_script(gpus: str, processes: str) -> str:
@@ -135,9 +131,7 @@ def processes() -> Iterator[tuple[int, int, int]]:
     """Yield the pids of a rank, its child, and another process, which live until the test ends."""
     rank = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True)
     stranger = subprocess.Popen(["sleep", "60"])
-    assert rank.stdout is not None
-    child = int(rank.stdout.readline())
-    yield rank.pid, child, stranger.pid
+    yield rank.pid, int(rank.stdout.readline()), stranger.pid
     os.killpg(rank.pid, 9)
     stranger.kill()
     rank.stdout.close()
@@ -279,8 +273,7 @@ def test_map_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
     def shown(table: bytes, *words: str) -> tuple[int, str, str]:
         (tmp_path / "gpus.json").write_bytes(table)
-        code = check_gpus.main(["--running", str(tmp_path), *words])
-        return code, *capsys.readouterr()
+        return check_gpus.main(["--running", str(tmp_path), *words]), *capsys.readouterr()
 
     code, out, _ = shown(table.to_json())
     assert code == 1 and out.splitlines()[1].split()[:4] == ["actor", "0", socket.gethostname(), str(os.getpid())]

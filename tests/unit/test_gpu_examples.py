@@ -91,8 +91,7 @@ def test_the_pages_have_the_predicted_peaks() -> None:
     page = (EXAMPLES.parent / "docs/sizing.md").read_text()
     for name in NAMES:
         config = load_config(EXAMPLES / name / "config.yaml")
-        found = _ranks(config)
-        n_bytes = max(need.n_bytes for need in needs(found, CARD, config) if need.who.startswith("actor"))
+        n_bytes = max(need.n_bytes for need in needs(_ranks(config), CARD, config) if need.who.startswith("actor"))
         share, peak = n_bytes / CARD, n_bytes / GIB
         (row,) = re.findall(rf"^\| `examples/{name}`.*$", page, re.MULTILINE)
         assert f" | {peak:.1f} | {share:.0%} | {peak / 139.8:.0%} |" in row

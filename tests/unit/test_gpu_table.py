@@ -58,16 +58,10 @@ CASES: dict[str, tuple[list[RankPlacement], list[tuple[str, str]]]] = {
     "right": (RIGHT, []),
     "pools that take turns": (COLOCATED, []),
     "two ranks of a pool on one GPU": ([RIGHT[0], row("actor", 1, 0), *RIGHT[2:]], [(SHARED, "actor 0, actor 1")]),
-    "two ranks where pools take turns": (
-        [*COLOCATED, row("actor", 2, 0)],
-        [(SHARED, "actor 0, rollout 0, actor 2")],
-    ),
+    "two ranks where pools take turns": ([*COLOCATED, row("actor", 2, 0)], [(SHARED, "actor 0, rollout 0, actor 2")]),
     "one engine twice on one GPU": ([*RIGHT[:2], row("rollout", 0, 2, 2)], [(SHARED, "rollout 0")]),
     "a pool on the teacher's GPU": ([*RIGHT[:3], teacher(3, 4)], [(OVERLAP, "rollout 0, teacher 0 (w0.0)")]),
-    "fewer GPUs than assigned": (
-        [*RIGHT[:2], row("rollout", 0, 2, ray_gpu_ids=("2", "3"))],
-        [(TOO_FEW, "rollout 0")],
-    ),
+    "fewer GPUs than assigned": ([*RIGHT[:2], row("rollout", 0, 2, ray_gpu_ids=("2", "3"))], [(TOO_FEW, "rollout 0")]),
     "nothing visible": ([row("actor", 0, ray_gpu_ids=("0",)), *RIGHT[1:]], [(TOO_FEW, "actor 0")]),
     "another GPU than Ray assigned": ([row("actor", 0, 6, ray_gpu_ids=("0",)), *RIGHT[1:]], [(OUTSIDE, "actor 0")]),
     "unset, so both use GPU 0": (

@@ -182,8 +182,7 @@ def test_an_error_names_function_and_row(judging: Callable[..., Judging], tmp_pa
     """Fails if a function that fails or hangs does not end the run with its name and the row, or passes the checks
     before the start.
     """
-    path = f"{HERE}:misbehave"
-    config = settings("solved_sibling", path)
+    config = settings("solved_sibling", f"{HERE}:misbehave")
     rows = [ROWS[0], {**ROWS[0], "hint": kind}]
     prompts = prompts_of(config, tmp_path, rows)
     chunk = [rollout(prompts[1], k, ";3") for k in range(N)]
@@ -246,10 +245,8 @@ def test_chunks_of_engines_and_recordings_have_whole_groups(tmp_path: Path) -> N
     chunks.add(job, rollout(prompt, 3, "b"), 0.6)
     with (tmp_path / "batch_group_0.npz").open("wb") as file:
         write_sequences(file, [rollout(prompt, sample, "b") for sample in (5, 0, 4, 13, 2, 12, 3, 1, 14)], None)
-    config = settings("solved_sibling", "", "rollout.n=7")
-    assert chunk_size(config) % 7 == 0
-    endpoint = GroupEndpoint(settings("solved_sibling"))
-    items = list(endpoint.restore([str(tmp_path / "batch_group_0.npz")], 0, 1, 4))
+    assert chunk_size(settings("solved_sibling", "", "rollout.n=7")) % 7 == 0
+    items = list(GroupEndpoint(settings("solved_sibling")).restore([str(tmp_path / "batch_group_0.npz")], 0, 1, 4))
     assert [[r.sample_index for r in chunk] for chunk in items[::4]] == [[0, 1, 2, 3, 4, 5], [12, 13, 14]]
 
 

@@ -59,7 +59,7 @@ def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(gkd_log: pyte
     assert counts == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5]
     first = gkd_log.messages[0]
     assert "14 s" in first and "300 s" in first and "teacher.outage_budget_s" in first
-    assert watch.health is not None and watch.health.silent_s == 11.0
+    assert watch.health.silent_s == 11.0
 
 
 def test_the_count_of_ready_ranks_never_falls() -> None:

@@ -21,6 +21,7 @@ from tests.dist.megatron_reference import KINDS, MOE_KINDS, VOCAB, make_hf_folde
 from tests.refusals import refuses
 
 ALL_KINDS = (*KINDS, "mistral", *MOE_KINDS)
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,7 @@ def _load(folder: Path, dims: MegatronDims, layout: ParallelLayout) -> dict[str,
     params = {}
     for entry in held_entries(dims, layout):
         shapes = entry.hf_shapes
-        rows = sum(shape[0] for shape in shapes)
-        full = [rows, *shapes[0][1:]]
+        full = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         if "embedding" in entry.param or "output_layer" in entry.param:
             full[0] = layout.padded_vocab_size(dims)
         if entry.layout.partition_dim is not None and entry.owner is None:
@@ -82,8 +82,7 @@ def test_fill_then_join_is_bit_exact(folders: Path, kind: str, tp: int, pp: int,
 
 def test_padded_rows_are_zero(folders: Path) -> None:
     """Fails if the vocabulary row that TP=2 adds to 1003 is not zero."""
-    dims = read_megatron_dims(folders / "qwen3")
-    last = _load(folders / "qwen3", dims, _layouts(2, 1)[1])
+    last = _load(folders / "qwen3", read_megatron_dims(folders / "qwen3"), _layouts(2, 1)[1])
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert last[name].shape[0] == (VOCAB + 1) // 2
         assert not last[name][-1].any() and last[name][-2].any()
@@ -100,14 +99,6 @@ def _broken(folders: Path, tmp_path: Path, change: Any, kind: str = "qwen2_tied"
     return folder
 
 
-def _drop(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def _quantize(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-
-
 def _change_experts(tensors: dict[str, torch.Tensor]) -> None:
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     tensors[name] = tensors[name].T.contiguous()
@@ -117,8 +108,8 @@ def _change_experts(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("qwen2_tied", _quantize, r"model\.norm\.weight.* I8"),
-        ("qwen2_tied", _drop, r"model\.layers\.1\.mlp\.up_proj"),
+        ("qwen2_tied", lambda t: t.update({NORM: t[NORM].to(torch.int8)}), r"model\.norm\.weight.* I8"),
+        ("qwen2_tied", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"model\.layers\.1\.mlp\.up_proj"),
         ("qwen3_moe_mixed", _change_experts, r"experts\.[36]\.down"),
     ],
 )
@@ -135,13 +126,10 @@ def test_wrong_tensors_are_named(folders: Path, tmp_path: Path, kind: str, chang
 def test_redundant_tensors_are_ignored(folders: Path, tmp_path: Path) -> None:
     """Fails if a redundant LM head of a tied model, or GLM-4.5's layer of further tokens, prevents loading."""
 
-    def add_head(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-    def add_layer(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.2.eh_proj.weight"] = torch.zeros(32, 64)
-
-    for kind, change in (("qwen2_tied", add_head), ("glm4_moe", add_layer)):
+    for kind, change in (
+        ("qwen2_tied", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})),
+        ("glm4_moe", lambda t: t.update({"model.layers.2.eh_proj.weight": torch.zeros(32, 64)})),
+    ):
         folder = _broken(folders, tmp_path / kind, change, kind)
         assert _load(folder, read_megatron_dims(folder), _layouts(1, 1)[0])
 
@@ -173,8 +161,7 @@ def test_layout_coordinates_and_errors(folders: Path) -> None:
     """Fails if two ranks have the same coordinates, or a split that the model cannot have is accepted."""
     layouts = [ParallelLayout(tp=2, pp=3, world_size=12, rank=rank) for rank in range(12)]
     assert layouts[0].dp == 2
-    places = {(layout.tp_rank, layout.dp_rank, layout.pp_rank) for layout in layouts}
-    assert len(places) == 12
+    assert len({(layout.tp_rank, layout.dp_rank, layout.pp_rank) for layout in layouts}) == 12
     dims = read_megatron_dims(folders / "qwen3")
     with refuses("actor.vpp", 2):
         ParallelLayout(tp=1, pp=2, world_size=4, rank=0, vpp=2).check_model(dims)

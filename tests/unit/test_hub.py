@@ -202,10 +202,6 @@ def test_prompts_come_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     words = ("--show-prompts", "1", "model.path=org/tiny", f"data.train_files=['hf://datasets/org/sums{revision}']")
     assert "ids: 3 4" in main(hub, tmp_path, *words).stdout
     file = "hf://datasets/org/sums/main/train.jsonl"
-    converted, default = answers(hub, "hf://datasets/org/sums@refs/convert/parquet/main/train.jsonl", file)
-    assert "w3 w4" in Path(converted).read_text()
-    assert Path(default).read_text() == '{"prompt": "w1 w2"}\n'
-    assert not any(BIG in request for request in hub.requests)
     problems = {
         "/main/none.jsonl": "has no file main/none.jsonl",
         "@v9/main/train.jsonl": "no revision v9",

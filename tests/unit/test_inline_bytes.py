@@ -57,12 +57,12 @@ def test_a_score_summary_is_decoded_exactly(mass: float) -> None:
     assert ScoreSummary.decode(untimed.encode()).times is None and len(untimed.encode()) == 8 + 16 * 3
     again = ScoreSummary.decode(replace(untimed, times=TIMES).encode())
     assert np.array_equal(again.masses, masses, equal_nan=True) and np.array_equal(again.n_bytes, n_bytes)
-    assert again.times is not None and again.times.submitted_s == TIMES.submitted_s
+    assert again.times.submitted_s == TIMES.submitted_s
     assert again.times.completed_s.tolist() == TIMES.completed_s.tolist()
     rollouts = [replace(ROLLOUT, sample_index=i) for i in range(3)]
     part = part_of(chunk_sizes(0, rollouts, 0), [0, 2])
     scored = again.scored(PendingScores(part, "scores", "summary"))
     assert (scored.ref, scored.n_teacher_bytes, scored.rollouts) == ("scores", 1, part)
     assert scored.teacher_mass == (None if np.isnan(mass) else 5 * mass * len(ROLLOUT.response_ids))
-    assert scored.times is not None and scored.times.submitted_s == TIMES.submitted_s
+    assert scored.times.submitted_s == TIMES.submitted_s
     assert scored.times.completed_s.tolist() == TIMES.completed_s[[0, 2]].tolist()

@@ -86,14 +86,13 @@ def test_an_undecided_value_has_no_advantage_and_stays_unknown(calls: list[Any])
 
 def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) -> None:
     """Fails if a resumed or replayed run trains without the rewards of its recorded rollouts."""
-    world = World()
-    scoring = JudgedScoring(world, [Endpoint(calls)], 9.0, TRAINING, 2)
+    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2)
     scoring.record([scoring.submit(chunk([2, 3]))], tmp_path, "batch", scored=False)
     calls.clear()
     (restored,) = scoring.restore(tmp_path, "batch")
     assert calls == [([2, 3], TRAINING)]
     (scored,) = scoring.collect([restored])
-    assert scored.rewards is not None and scored.rewards.tolist() == [[2, 0.2], [3, 0.3]]
+    assert scored.rewards.tolist() == [[2, 0.2], [3, 0.3]]
 
 
 @pytest.mark.parametrize(
@@ -263,8 +262,7 @@ def test_held_out_responses_get_no_reward_of_training(calls: list[Any], tmp_path
         calls.append(prompts)
         return np.array([[len(calls), 0.0], [0.0, 0.0]]).tobytes()
 
-    endpoint = SimpleNamespace(judge=Method(judge))
-    roles = with_judges(trainer.roles, trainer.config, trainer.config.derived, [endpoint])
+    roles = with_judges(trainer.roles, trainer.config, trainer.config.derived, [SimpleNamespace(judge=Method(judge))])
     trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:2], trainer.folder, 1)
     trainer.fit()
     assert len(world.of_evaluation) == 4 and all(each is None for each in world.of_evaluation)

@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return launch/install.py with its stamp in tmp_path, and with a pip that only records its arguments."""
     spec = importlib.util.spec_from_file_location("install", ROOT / "launch" / "install.py")
-    assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.STAMP = tmp_path / "stamp"
@@ -134,8 +133,7 @@ def test_the_builds_follow_from_the_gpus(
     assert ("kfd" in out) == amd and ("nvidia-smi failed" in out) == (code == 9)
     assert ("driver = '550.90.07'" in out) == (driver == "550.90.07") and ("CC = ''" in out) == (kind == "gpu")
     frozen = {"cpu": "constraints-cpu.txt", "gpu": f"constraints-gpu-py3{sys.version_info.minor}.txt"}
-    pinned = [Path(words[words.index("-c") + 1]).name for words in install.calls if "-e" in words]
-    assert pinned == [frozen[kind]]
+    assert [Path(words[words.index("-c") + 1]).name for words in install.calls if "-e" in words] == [frozen[kind]]
 
 
 def test_cpu_builds_on_a_machine_with_a_gpu_are_mentioned(

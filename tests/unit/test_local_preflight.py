@@ -13,17 +13,14 @@ from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.random_models import word_tokenizer
 from tests.refusals import refuses
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     folder = make_hf_folder(tmp_path_factory.mktemp("teacher") / "qwen3", "qwen3")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    word_tokenizer(VOCAB).save_pretrained(folder)
     return folder
 
 

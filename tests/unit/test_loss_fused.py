@@ -124,7 +124,6 @@ def test_the_heads_gradient_is_added_to_a_sum_in_place(signal: Signal, frozen: b
         grads.append((hidden.grad, head.grad))
         assert (head.grad is None) == (used is not head)  # the hook of its own gradient must run
     (of_hidden, of_head), (in_place, _), _ = grads
-    assert of_hidden is not None and of_head is not None and in_place is not None
     torch.testing.assert_close(total - 0.25, 2 * of_head, rtol=1e-12, atol=1e-12)
     assert torch.equal(in_place, of_hidden) and torch.equal(total[V:], torch.full_like(total[V:], 0.25))
     with torch.no_grad():  # an evaluation between two steps
@@ -211,8 +210,7 @@ def test_a_gradient_in_place_needs_no_memory_of_the_heads_size() -> None:
 def test_no_loss_rows(signal: Signal, tables: bool, fused: bool) -> None:
     """Fails if a rank without data, with empty tables or with none, cannot run forward and backward."""
     batch = Batch()
-    all_targets = batch.targets(signal, 0.7)
-    targets = all_targets.rows(slice(0, 0))
+    targets = batch.targets(signal, 0.7).rows(slice(0, 0))
     if not tables:
         targets = TokenTargets(targets.sampled_ids, targets.rollout_logprobs, targets.on_policy)
     hidden = batch.hidden[:0].clone().requires_grad_()
@@ -221,7 +219,7 @@ def test_no_loss_rows(signal: Signal, tables: bool, fused: bool) -> None:
     total, sums = _forward(loss, hidden, head, targets, fused)
     total.backward()
     assert float(total) == 0.0 and sums.shape == (len(loss.report_names),) and not sums.any()
-    assert hidden.grad is not None and hidden.grad.shape == (0, H)
+    assert hidden.grad.shape == (0, H)
     assert head.grad is not None and not head.grad.any()
 
 
@@ -282,5 +280,5 @@ def test_head_gradient_is_summed_in_float32(dtype: torch.dtype) -> None:
     total, sums = loss.from_hidden(batch.hidden, head, targets)
     total.backward()
     assert total.dtype == torch.float32 and sums.dtype == torch.float64
-    assert head.grad is not None and head.grad.dtype == dtype
+    assert head.grad.dtype == dtype
     assert float(head.grad[3, 0]) == pytest.approx(-n * (1 - 1 / SHARD.n_valid), rel=1e-2)

@@ -16,14 +16,9 @@ MASSES = (0.3, 0.7, 0.999)
 TEMPERATURES = (0.7, 1.0, 2.0)
 
 
-def _spec(name: str, tail: Tail, temperature: float = 1.0) -> LossSpec:
-    return LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature)
-
-
 def _table_losses(
     logits: Tensor, targets: TokenTargets, spec: LossSpec, shard: VocabShard = SHARD, *, exact_tail: bool = True
 ) -> Tensor:
-    assert targets.topk_ids is not None
     ids, n_listed = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1), targets.topk_ids.shape[1]
     rows = logprobs_of(logits, ids, shard, n_listed=n_listed if exact_tail else 0, temperature=spec.temperature)
     tail = rows.tail if exact_tail else None
@@ -41,7 +36,8 @@ def test_gradcheck(name: str, tail: Tail, temperature: float) -> None:
     One row per mass. For bucket, the student's tail is computed from the vocabulary and from the list, with and
     without a tail mass from the teacher.
     """
-    spec, shard = _spec(name, tail, temperature), VocabShard(0, 7, None)
+    spec = LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature)
+    shard = VocabShard(0, 7, None)
     ids, logprobs = (torch.cat(parts) for parts in zip(*(topk_of_mass(m, 1, 7, 3) for m in MASSES), strict=True))
     logits = normal(len(MASSES), 8, seed=1).requires_grad_()
     outside = 1 - logprobs.exp().sum(dim=-1)

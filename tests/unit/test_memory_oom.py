@@ -39,8 +39,7 @@ def test_a_warning_of_fragmentation(
     names = {"inactive_split_bytes.all.current": stuck * MIB, "reserved_bytes.all.current": reserved * MIB}
     monkeypatch.setattr("torch.cuda.memory_stats", lambda device: names)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: reserved * MIB)
-    logger = logging.getLogger("test_memory_fragmentation")
-    assert warn_of_fragmentation(CARD, logger) == stuck / reserved
+    assert warn_of_fragmentation(CARD, logging.getLogger("test_memory_fragmentation")) == stuck / reserved
     assert len(caplog.messages) == warns
     assert fragmentation(CPU) == 0.0, "it has no such allocator"
     assert not warns or all(word in caplog.text for word in ("30%", "expandable_segments:True", "max_tokens_per_micro"))

@@ -30,6 +30,7 @@ from gkd.memory.usage import (
 )
 from gkd.spans import Phase, SpanRecorder
 from tests.fake_device import FakeDevice
+from tests.unit.test_garbage import Node
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -136,16 +137,8 @@ def test_without_a_process_group_every_call_logs(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger.name):
         for rank in (None, 0, 7):
             log_gpu_memory_usage(head="here", logger=logger, rank=rank)
-    heads = [text.partition("cpu")[0] for text in caplog.messages]
-    assert heads == ["here: ", "here: rank 0, ", "here: rank 7, "]
+    assert [text.partition("cpu")[0] for text in caplog.messages] == ["here: ", "here: rank 0, ", "here: rank 7, "]
     log_gpu_memory_usage("here")
-
-
-class Cycle:
-    """Refers to itself, so that only the garbage collector frees it."""
-
-    def __init__(self) -> None:
-        self.me = self
 
 
 def test_clearing_returns_the_heap_to_the_system() -> None:
@@ -164,7 +157,7 @@ def test_clearing_frees_cyclic_garbage() -> None:
     try:
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((CPU,), {}), ((True,), {})]
         for args, options in [*calls, ((), {"device": CPU, "clear_host_memory": False})]:
-            gone = weakref.ref(Cycle())
+            gone = weakref.ref(Node())
             assert gone() is not None
             assert clear_memory(*args, **options) == 0, "there is no cache to return"
             assert gone() is None

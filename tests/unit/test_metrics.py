@@ -94,8 +94,7 @@ def test_the_page_of_metrics_is_current() -> None:
     assert page == with_tables(page, tables()["metrics.md"]), "run python -m tests.pages"
     assert len(ROWS) == len(re.findall(r"^\| `[^`<]*/", page, re.MULTILINE))
     assert (ROOT / "gkd" / "metrics" / "metrics.md").readlink() == Path("../../docs/metrics.md")
-    used = {name for row in ROWS for name in re.findall(r"<(\w+)>", row.key)}
-    assert used == PLACEHOLDERS.keys()
+    assert {name for row in ROWS for name in re.findall(r"<(\w+)>", row.key)} == PLACEHOLDERS.keys()
     examples = [re.sub(r"<(\w+)>", lambda found: _example(found[1]), row.key) for row in ROWS]
     assert all(sum(row.matches(key) for row in ROWS) == 1 for key in examples)
     assert not any(row.matches("time/nonsense_s") or row.matches("memory/nonsense/peak_gib") for row in ROWS)

@@ -53,9 +53,15 @@ def _config(folder: Path, strategy: str = "megatron") -> Config:
     return Config().with_values({"model.path": str(folder), "actor.strategy": strategy, **lengths})
 
 
-def _set(folder: Path, **changes: Any) -> None:
+def _set(folder: Path, *removed: str, **changes: Any) -> None:
+    """Change config.json, after these keys are removed."""
     content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | changes))
+    kept = {key: value for key, value in content.items() if key not in removed}
+    (folder / "config.json").write_text(json.dumps(kept | changes))
+
+
+def _index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -71,7 +77,7 @@ def _split(folder: Path) -> None:
     weight_map = {name: SHARDS[i % 2] for i, name in enumerate(names)}
     for shard in SHARDS:
         save_file({name: tensors[name] for name in names if weight_map[name] == shard}, folder / shard)
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    _index(folder, weight_map)
     (folder / SINGLE).unlink()
 
 
@@ -79,20 +85,10 @@ def _other_head(folder: Path) -> None:
     _change(folder, lambda t: t.update({HEAD: t[EMBEDDING].clone().index_fill_(0, torch.tensor([1002]), 0.5)}))
 
 
-def _resized_head(folder: Path) -> None:
-    _change(folder, lambda t: t.update({HEAD: t[EMBEDDING][:-1].clone()}))
-
-
 def _other_head_of_gemma(folder: Path) -> None:
     """Leave the tie to the model type, as transformers writes it for the types that tie by default."""
     _other_head(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "gemma"}
-    del config["tie_word_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def _only_head(folder: Path) -> None:
-    _change(folder, lambda t: t.update({HEAD: t.pop(EMBEDDING)}))
+    _set(folder, "tie_word_embeddings", model_type="gemma")
 
 
 def _merged_adapter(folder: Path) -> None:
@@ -110,37 +106,9 @@ def _leftover_quantization(folder: Path) -> None:
     _set(folder, quantization_config={"quant_method": "fp8"})
 
 
-def _stale_index(folder: Path) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: SHARDS[0], HEAD: SHARDS[1]}}))
-
-
 def _lost_index(folder: Path) -> None:
     _split(folder)
     (folder / INDEX).unlink()
-
-
-def _lost_shard(folder: Path) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: SINGLE, "model.norm.weight": SHARDS[1]}}))
-
-
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _cut_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def _no_weights(folder: Path) -> None:
-    (folder / SINGLE).unlink()
-
-
-def _cut_weights(folder: Path) -> None:
-    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:-100])
-
-
-def _cut_header(folder: Path) -> None:
-    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:40])
 
 
 def _old_copy_in_a_shard(folder: Path) -> None:
@@ -149,38 +117,48 @@ def _old_copy_in_a_shard(folder: Path) -> None:
     save_file(tensors | {EMBEDDING: torch.zeros(1003, 32)}, folder / SHARDS[1], metadata={"format": "pt"})
 
 
-DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
-    (_merged_adapter, ("adapter_config.json and adapter_model.safetensors", "next to full weights", "delete")),
-    (_adapter_only, ("LoRA adapter of base", "merge it into base")),
-    (_other_head, (HEAD, EMBEDDING, "differ", "set tie_word_embeddings to false")),
-    (_other_head_of_gemma, (HEAD, EMBEDDING, "differ", "set tie_word_embeddings to false")),
-    (_resized_head, (HEAD, EMBEDDING, "differ", "set tie_word_embeddings to false")),
-    (_only_head, (HEAD, "instead of the input embedding", "save_pretrained")),
-    (_leftover_quantization, ("full precision", "remove quantization_config")),
-    (_stale_index, (INDEX, SHARDS[0], f"delete {INDEX}")),
-    (_lost_index, (*SHARDS, f"copy {INDEX}")),
-    (_old_copy_in_a_shard, (EMBEDDING, *SHARDS)),
-    (_lost_shard, (SHARDS[1],)),
-    (_no_config, ("config.json",)),
-    (_cut_config, ("config.json",)),
-    (_no_weights, (SINGLE,)),
-    (_cut_weights, (SINGLE,)),
-    (_cut_header, (SINGLE,)),
-]
+TIE = (HEAD, EMBEDDING, "differ", "set tie_word_embeddings to false")
+DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "merged adapter": (
+        _merged_adapter,
+        ("adapter_config.json and adapter_model.safetensors", "next to full weights", "delete"),
+    ),
+    "adapter only": (_adapter_only, ("LoRA adapter of base", "merge it into base")),
+    "other head": (_other_head, TIE),
+    "other head of Gemma": (_other_head_of_gemma, TIE),
+    "resized head": (lambda path: _change(path, lambda t: t.update({HEAD: t[EMBEDDING][:-1].clone()})), TIE),
+    "only a head": (
+        lambda path: _change(path, lambda t: t.update({HEAD: t.pop(EMBEDDING)})),
+        (HEAD, "instead of the input embedding", "save_pretrained"),
+    ),
+    "leftover quantization": (_leftover_quantization, ("full precision", "remove quantization_config")),
+    "stale index": (
+        lambda path: _index(path, {EMBEDDING: SHARDS[0], HEAD: SHARDS[1]}),
+        (INDEX, SHARDS[0], f"delete {INDEX}"),
+    ),
+    "lost index": (_lost_index, (*SHARDS, f"copy {INDEX}")),
+    "old copy in a shard": (_old_copy_in_a_shard, (EMBEDDING, *SHARDS)),
+    "lost shard": (lambda path: _index(path, {EMBEDDING: SINGLE, "model.norm.weight": SHARDS[1]}), (SHARDS[1],)),
+    "no config": (lambda path: (path / "config.json").unlink(), ("config.json",)),
+    "cut config": (lambda path: (path / "config.json").write_text("{"), ("config.json",)),
+    "no weights": (lambda path: (path / SINGLE).unlink(), (SINGLE,)),
+    "cut weights": (lambda path: (path / SINGLE).write_bytes((path / SINGLE).read_bytes()[:-100]), (SINGLE,)),
+    "cut header": (lambda path: (path / SINGLE).write_bytes((path / SINGLE).read_bytes()[:40]), (SINGLE,)),
+}
 
 
-@pytest.mark.parametrize(("damage", "parts"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+@pytest.mark.parametrize(("damage", "parts"), DAMAGES.values(), ids=DAMAGES)
 def test_every_program_refuses_the_folder(tied: Path, damage: Callable[[Path], None], parts: tuple[str, ...]) -> None:
     """Fails if a program serves or trains another model than the next one, or an error does not name the fix."""
     damage(tied)
     for strategy in ("megatron", "fsdp2"):
-        with pytest.raises(ConfigError) as caught:
+        with refuses("model.path") as caught:
             check_student(_config(tied, strategy))
-        assert caught.value.key == "model.path" and all(part in str(caught.value) for part in parts), str(caught.value)
+        assert all(part in str(caught.value) for part in parts), str(caught.value)
     local = load_config(None, ["teacher.backend=local", f"teacher.path={tied}", "trainer.n_gpus_per_node=1"])
-    with pytest.raises(ConfigError) as caught:
+    with refuses("teacher.path") as caught:
         local_teacher(local, "cpu")
-    assert caught.value.key == "teacher.path" and all(part in str(caught.value) for part in parts)
+    assert all(part in str(caught.value) for part in parts)
     with pytest.raises(ServerError) as refused:
         inspect_model_folder(str(tied))
     assert all(part in str(refused.value) for part in (*parts, str(tied)))
@@ -201,7 +179,7 @@ def test_folders_with_one_meaning_are_accepted(tied: Path, models: Path) -> None
     assert check_folder(linked) == [linked / SINGLE] and check_student(_config(linked)) == check_student(_config(tied))
     for file in tied.iterdir():
         file.chmod(0o644)
-    (tied / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: SINGLE}}))
+    _index(tied, {EMBEDDING: SINGLE})
     assert check_folder(tied) == [tied / SINGLE]
     (tied / INDEX).unlink()
     _split(tied)
@@ -240,9 +218,7 @@ def test_a_student_saved_from_its_backbone_is_refused(tied: Path, strategy: str)
 )
 def test_a_server_reads_the_length_of_each_family(tied: Path, change: dict[str, Any], expected: int | None) -> None:
     """Fails if GPT-2, whose key is n_positions, is called a model that is none, or an unknown length is guessed."""
-    config = json.loads((tied / "config.json").read_text())
-    del config["max_position_embeddings"]
-    (tied / "config.json").write_text(json.dumps(config | change))
+    _set(tied, "max_position_embeddings", **change)
     if expected is not None:
         assert inspect_model_folder(str(tied)).max_tokens == expected
         return
@@ -274,8 +250,7 @@ def test_a_float8_weight_without_its_scale_is_refused(tied: Path) -> None:
 def test_an_export_leaves_out_what_belongs_to_an_adapter(tied: Path, tmp_path: Path) -> None:
     """Fails if transformers looks for an adapter in an export and cannot load it."""
     _merged_adapter(tied)
-    weight = torch.ones(2, 3)
-    write_folder(iter([("a", weight)]), [[("a", (2, 3), torch.float32)]], tmp_path / "export", tied)
+    write_folder(iter([("a", torch.ones(2, 3))]), [[("a", (2, 3), torch.float32)]], tmp_path / "export", tied)
     names = {file.name for file in (tmp_path / "export").iterdir()}
     assert not [name for name in names if "adapter" in name] and {"config.json", SINGLE} <= names
 
@@ -284,14 +259,11 @@ def test_an_export_leaves_out_what_belongs_to_an_adapter(tied: Path, tmp_path: P
 def test_an_export_ends_responses_as_the_run_did(tied: Path, tmp_path: Path, eos: dict[str, Any]) -> None:
     """Fails if an engine that serves the export generates past rollout.stop_token_ids, or past the model's own end."""
     (tied / "generation_config.json").unlink(missing_ok=True)
-    config = json.loads((tied / "config.json").read_text())
-    config.pop("eos_token_id", None)
-    (tied / "config.json").write_text(json.dumps(config | {"eos_token_id": eos.get("config.json")}))
+    _set(tied, eos_token_id=eos.get("config.json"))
     if "generation_config.json" in eos:
         (tied / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "top_p": 0.9}))
     weight = torch.ones(2, 3)
-    plans = [[("a", (2, 3), torch.float32)]]
-    write_folder(iter([("a", weight)]), plans, tmp_path / "export", tied, stop_ids=[5, 7])
+    write_folder(iter([("a", weight)]), [[("a", (2, 3), torch.float32)]], tmp_path / "export", tied, stop_ids=[5, 7])
     found = json.loads((tmp_path / "export" / "generation_config.json").read_text())
     assert set(found["eos_token_id"]) == {5, 7, *([3] if "config.json" in eos else [])}
     assert found.get("top_p") == (0.9 if "generation_config.json" in eos else None)
@@ -370,9 +342,8 @@ def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
 def test_the_fix_is_the_backend_that_takes_the_model(tied: Path, change: dict[str, Any], fix: str) -> None:
     """Fails if the fix is to copy a folder that has nothing missing."""
     _set(tied, **change)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"Fix: .*{fix}"):
         check_student(_config(tied))
-    assert fix in caught.value.fix
 
 
 @pytest.fixture(scope="module")
@@ -444,9 +415,7 @@ def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) ->
     with refuses("model.path") as caught:
         check_student(config)
     assert all(part in str(caught.value) for part in ("experts.0.gate_proj.weight", "[23, 32]"))
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"moe_intermediate_size": 23}))
+    _set(folder, moe_intermediate_size=23)
     check_student(config)
-    with refuses("rollout.tp") as caught:
+    with refuses("rollout.tp", said="23"):
         check_student(config.with_values({"rollout.tp": 2}))
-    assert "23" in str(caught.value)

@@ -107,8 +107,7 @@ def test_the_start_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [OWN, f"{__name__}:plain_kl"])
 def test_a_right_function_is_accepted(path: str) -> None:
     """Fails if the example of the documentation, or a formula without care for infinities, is refused."""
-    config = load_config(None, [f"distill.loss={path}"])
-    check_loss_functions(config)
+    check_loss_functions(load_config(None, [f"distill.loss={path}"]))
 
 
 def test_an_entry_of_a_mixture_is_named_and_has_parameters() -> None:

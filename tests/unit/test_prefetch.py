@@ -9,13 +9,9 @@ import pytest
 
 from gkd.errors import CheckpointError, ClusterError, TeacherError, TeacherUnavailable
 from gkd.metrics.writer import read_metrics
-from tests.unit.world import World, make
+from tests.unit.world import World, make, staleness
 
 AHEAD = {"one_step_off": 1, "two_step_off": 2}
-
-
-def staleness(tmp_path: Path) -> list[float]:
-    return [line["staleness/max"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]
 
 
 @pytest.mark.parametrize("scheduler", AHEAD)
@@ -46,8 +42,7 @@ def test_a_checkpoint_contains_the_batches_in_flight(tmp_path: Path, scheduler: 
     settings = ("trainer.total_steps=6", f"trainer.scheduler={scheduler}", "trainer.save_every=1")
     whole = World()
     make(tmp_path / "whole", whole, *settings).fit()
-    world = World()
-    world.rank_dies_at = 3
+    world = World(rank_dies_at=3)
     with pytest.raises(ClusterError):
         make(tmp_path, world, *settings).fit()
     folder = tmp_path / "run" / "checkpoints" / "step_00000003"
@@ -73,8 +68,7 @@ def test_a_teacher_failure_keeps_the_rollouts_in_flight(tmp_path: Path, schedule
     settings = ("trainer.total_steps=6", f"trainer.scheduler={scheduler}")
     whole = World()
     make(tmp_path / "whole", whole, *settings).fit()
-    world = World()
-    world.teacher_dies_at = 3
+    world = World(teacher_dies_at=3)
     with pytest.raises(TeacherUnavailable):
         make(tmp_path, world, *settings).fit()
     recorded = [event for event in world.events if event.startswith("record ")]
@@ -89,8 +83,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     """Fails if a finished run, which has no batch in flight, cannot be extended."""
     world, again, whole = World(), World(), World()
     make(tmp_path, world, "trainer.total_steps=3", "trainer.scheduler=two_step_off").fit()
-    settings = ("trainer.scheduler=two_step_off", "trainer.resume=auto")
-    make(tmp_path, again, "trainer.total_steps=6", *settings).fit()
+    make(tmp_path, again, "trainer.total_steps=6", "trainer.scheduler=two_step_off", "trainer.resume=auto").fit()
     make(tmp_path / "whole", whole, "trainer.total_steps=6").fit()
     assert world.trained + again.trained == whole.trained
 
@@ -99,9 +92,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
 @pytest.mark.parametrize("polls", [0, 2, 99])
 def test_missing_scores_keep_a_pending_save(tmp_path: Path, error: type[Exception], polls: int) -> None:
     """Fails if missing scores discard the student's files, or the next save starts while ranks are still writing."""
-    world = World()
-    world.polls_per_save = polls
-    world.scores_fail = error("refused")
+    world = World(polls_per_save=polls, scores_fail=error("refused"))
     settings = ("trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=2")
     make(tmp_path, world, *settings).fit()
     recorded = [event for event in world.events if event.startswith("record ")]
@@ -113,10 +104,8 @@ def test_missing_scores_keep_a_pending_save(tmp_path: Path, error: type[Exceptio
 
 def test_a_save_waits_for_pending_scores(tmp_path: Path) -> None:
     """Fails if a checkpoint is committed without the batches in flight, or training waits for their scores."""
-    world = World()
-    world.polls_per_recording = 1
-    settings = ("trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=3")
-    make(tmp_path, world, *settings).fit()
+    world = World(polls_per_recording=1)
+    make(tmp_path, world, "trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=3").fit()
     events = [e for e in world.events if e.startswith(("record", "save", "train"))]
     first_save = ["save", "record batch_00000003 scored", "train", "train"]
     assert events[3:] == [*first_save, "saved 3", "train", "save", "saved 6"]
@@ -125,9 +114,7 @@ def test_a_save_waits_for_pending_scores(tmp_path: Path) -> None:
 
 def test_a_full_disk_while_recording_rollouts_fails_the_save(tmp_path: Path) -> None:
     """Fails if a checkpoint without its rollouts is committed, or partial files remain."""
-    world = World()
-    world.polls_per_save = 5
-    world.scores_fail = CheckpointError("scoring endpoint 0: No space left on device")
+    world = World(polls_per_save=5, scores_fail=CheckpointError("scoring endpoint 0: No space left on device"))
     settings = ("trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=2")
     with pytest.raises(CheckpointError):
         make(tmp_path, world, *settings).fit()

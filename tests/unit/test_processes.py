@@ -46,7 +46,7 @@ def test_a_child_that_ignores_sigterm_is_killed_and_earlier_children_are_not() -
     with subprocess.Popen(["sleep", "300"]) as earlier:
         with processes.process_family(grace_s=0.5):
             process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
-            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+            assert process.stdout.readline() == b"up\n"
         assert not psutil.pid_exists(process.pid) and earlier.poll() is None
         earlier.kill()
 
@@ -60,7 +60,6 @@ def test_children_die_with_their_parent() -> None:
         threading.Event().wait()
     """)
     parent = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()

@@ -62,8 +62,7 @@ def test_the_run_folder_and_the_teacher_are_tried_before_the_prompts_are_read(
 ) -> None:
     """Fails if all prompts are tokenized before the log names a silent teacher, or a refused run leaves a folder."""
     with refusing_port() as port:
-        lines = refused(f"teacher.server_port={port}")
-        first, second, *_, last = lines
+        first, second, *_, last = refused(f"teacher.server_port={port}")
         assert f"127.0.0.1:{port}" in first and "the other checks go on" in first and "checking the model" in second
         assert last.startswith("config error: teacher.server_port") and not (tmp_path / "run").exists()
         (tmp_path / "run").mkdir()

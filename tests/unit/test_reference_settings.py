@@ -25,6 +25,7 @@ from gkd.run.open import open_run_folder
 from gkd.types import PendingScores, ScoredChunk
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.random_models import word_tokenizer
 from tests.rollout_chunks import chunk_of
 from tests.unit.test_footprint import GSM8K, QWEN25_15B, folder_of, ranks_of
 from tests.unit.world import PROMPTS, World, make
@@ -60,13 +61,9 @@ def test_the_reference_model(overrides: tuple[str, ...], folder: str, is_actor: 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     root = tmp_path_factory.mktemp("reference")
     student = make_hf_folder(root / "student", "qwen3")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(student)
+    word_tokenizer(VOCAB).save_pretrained(student)
     for name in ("other", "cut", "strange", "bare"):
         shutil.copytree(student, root / name)
     shutil.copytree(make_model_folder(root / "olmo2", "olmo2"), root / "other", dirs_exist_ok=True)

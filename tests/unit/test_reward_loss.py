@@ -112,7 +112,7 @@ def test_an_undecided_response_is_no_part_of_its_group(kind: str) -> None:
     batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part]) for part in parts]
     found = np.empty(9, np.float32)
     for part, each in zip(parts, of_batch(batch, DistillConfig(advantage=kind), [2.0, 1.0], 3), strict=True):
-        found[part] = numbers_of(each)[:, 0]
+        found[part] = each.numbers[:, 0]
     decided = ~np.isnan(costs)
     expected = advantages_of(2 * costs[decided] + 7, (np.arange(9) // 3)[decided], kind)
     np.testing.assert_allclose(found[decided], expected, rtol=1e-6)
@@ -136,7 +136,6 @@ def test_each_row_gets_the_advantage_of_its_sequence(kind: str) -> None:
         scores = [TeacherScores(sampled_logprobs=np.zeros(len(r.response_ids), np.float32)) for r in rollouts]
         rollouts, kept = trained_on(rollouts, scores, 2)
         for micro_batch in make_micro_batches(rollouts, kept, micro_batch_size=2):
-            assert micro_batch.targets is not None and micro_batch.targets.advantages is not None
             rows = iter(micro_batch.targets.advantages.tolist())
             for index, n_rows in micro_batch.samples:
                 assert n_rows == index, "without the two first tokens"
@@ -187,13 +186,8 @@ def test_unequal_pass_rates_have_a_mean_of_1() -> None:
     rewards = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1.0])  # of 4 responses each: 1/4, 1/2, 1
     batch = [chunk(range(0, 6), rewards[:6], 0), chunk(range(6, 12), rewards[6:], 1)]
     with_them = of_batch(batch, DistillConfig(response_weight="pass_rate"), [1.0], 4)
-    found = np.concatenate([numbers_of(scored)[:, 1] for scored in with_them])
+    found = np.concatenate([scored.numbers[:, 1] for scored in with_them])
     np.testing.assert_allclose(found, [6 / 7] * 4 + [8 / 7] * 4 + [0] * 4, rtol=1e-6)
-
-
-def numbers_of(scored: ScoredChunk) -> np.ndarray:
-    assert scored.numbers is not None
-    return scored.numbers
 
 
 def test_reward_numbers() -> None:

@@ -284,8 +284,7 @@ def test_a_number_is_the_same_answer_everywhere(config: Config, tmp_path: Path, 
     pq.write_table(pa.Table.from_pylist([{"prompt": "1+2=", "answer": answer}]), file)
     (prompt,), _ = load_prompts([str(file)], "data.val_files", RowReader(config.data, TOKENIZER), keep_rows=True)
     assert prompt.answer == said and prompt.row is not None
-    judge = judge_of("exact_match", config)
-    assert judge(dataclasses.replace(case(f"so ;{said}"), encoded_row=prompt.row)) == 1.0
+    assert judge_of("exact_match", config)(dataclasses.replace(case(f"so ;{said}"), encoded_row=prompt.row)) == 1.0
 
 
 def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) -> None:
@@ -298,9 +297,8 @@ def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) ->
             check_answers(config, "data.val_files", prompts, functions)
             assert prompts[0].answer == "3"
         else:
-            with refuses("data.answer_key") as caught:
+            with refuses("data.answer_key", said="row 1 of"):
                 check_answers(config, "data.val_files", prompts, functions)
-            assert "row 1 of" in caught.value.problem
 
 
 def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def test_scores_that_the_teacher_computed_do_not_count_as_stored() -> None:
     rollouts = [replace(rollout(i, length=3), route=0) for i in range(2)]
     sizes = chunk_sizes(0, rollouts, 0)
     times = ScoreSummary.decode(opened.score(rollouts)[1]).times
-    assert times is not None and times.submitted_s + 0.04 < times.completed_s.min()
+    assert times.submitted_s + 0.04 < times.completed_s.min()
     from_store = ScoreTimes(1.0, np.array([1.0, 1.0]))
     config = load_config(None, ["teacher.store=somewhere", "rollout.n=2"])
     batch = [ScoredChunk(sizes, None, None, 0, each) for each in (times, from_store, None)]

@@ -301,6 +301,5 @@ def test_an_out_of_memory_error_of_a_stream_is_explained_once(tmp_path: Path) ->
 
 def test_sequence_seeds_are_unique() -> None:
     """Fails if a prompt that occurs twice in a batch, or again in a later step, gets the same samples."""
-    seeds = {sequence_seed(1 + step, index) for step in range(40) for index in range(64)}
-    assert len(seeds) == 40 * 64
+    assert len({sequence_seed(1 + step, index) for step in range(40) for index in range(64)}) == 40 * 64
     assert sequence_seed(5, 6) == sequence_seed(5, 6)

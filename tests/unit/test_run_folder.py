@@ -484,8 +484,7 @@ def test_a_kill_at_every_operation_of_an_export_replacement(in_memory: Path) -> 
         return {(run_dir / "export" / name).read_text() for name in ("config.json", "model.safetensors")}
 
     def exchange() -> None:
-        settings = config(run_dir)
-        RunFolder(run_dir, settings, {}, (run_dir / ".lock").open(), None).publish_export()
+        RunFolder(run_dir, config(run_dir), {}, (run_dir / ".lock").open(), None).publish_export()
 
     def look() -> None:
         if (run_dir / "export").exists():

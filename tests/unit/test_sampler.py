@@ -36,8 +36,7 @@ def test_every_epoch_has_every_prompt_once(n: int, shuffle: bool, seed: int, sta
 
 def test_the_seed_decides_the_order() -> None:
     """Fails if data.seed has no effect."""
-    orders = {str(ids(PromptSampler(PROMPTS, shuffle=True, seed=s), 0, 10)) for s in range(4)}
-    assert len(orders) == 4
+    assert len({str(ids(PromptSampler(PROMPTS, shuffle=True, seed=s), 0, 10)) for s in range(4)}) == 4
 
 
 PERCENT = st.integers(0, 100)
@@ -67,6 +66,5 @@ def test_the_selection_is_uniform_and_depends_on_seed_and_step() -> None:
 def test_the_selection_is_independent_of_the_prompt_order() -> None:
     """Fails if an epoch of one batch uses the same permutation for the order and the selection."""
     prompts = [Prompt(i, np.array([i], np.int32)) for i in range(16)]
-    sampler = PromptSampler(prompts, shuffle=True, seed=4)
-    order = [prompt.prompt_id for prompt in sampler.take(0, 16)]
+    order = [prompt.prompt_id for prompt in PromptSampler(prompts, shuffle=True, seed=4).take(0, 16)]
     assert on_policy_indices(0, 16, 0.5, 4) != sorted(order[:8])

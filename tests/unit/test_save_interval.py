@@ -23,8 +23,7 @@ from tests.unit.world import World, checkpoints, make
 )
 def test_steps_and_times_are_read(text: str, interval: Interval) -> None:
     """Fails if a number of steps or a time is refused, or read as another one."""
-    config = load_config(None, [f"trainer.save_every={text}"])
-    assert save_interval(config.trainer.save_every) == interval
+    assert save_interval(load_config(None, [f"trainer.save_every={text}"]).trainer.save_every) == interval
 
 
 def test_a_save_is_due_by_time_and_counts_from_the_last_one(tmp_path: Path) -> None:
@@ -45,6 +44,5 @@ def test_a_save_is_due_by_time_and_counts_from_the_last_one(tmp_path: Path) -> N
 
 def test_a_run_saves_by_time(tmp_path: Path) -> None:
     """Fails if the loop ignores an interval in time."""
-    world = World()
-    make(tmp_path, world, "trainer.total_steps=3", "trainer.save_every=0.000001s", "trainer.keep_last=9").fit()
+    make(tmp_path, World(), "trainer.total_steps=3", "trainer.save_every=0.000001s", "trainer.keep_last=9").fit()
     assert checkpoints(tmp_path) == ["latest", "step_00000001", "step_00000002", "step_00000003"]

@@ -24,18 +24,13 @@ from gkd.data.scatter import (
     select,
 )
 from gkd.errors import DataError
-from gkd.types import Rollout, RolloutChunk, ScoredChunk, TeacherScores
+from gkd.types import Rollout, ScoredChunk, TeacherScores
 from tests.rollout_chunks import chunk_of
 
 
 def rollout(index: int, n_tokens: int) -> Rollout:
     n = n_tokens - 1
     return Rollout(index, index, np.zeros(1, np.int32), np.zeros(n, np.int32), np.zeros(n, np.float32), (), "stop")
-
-
-def sizes_of(n_tokens: list[int]) -> RolloutChunk:
-    """A chunk's sizes; the samples of two chunks have the same numbers, as those of two evaluations."""
-    return chunk_of(range(len(n_tokens)), n_tokens, n_prompt=0)
 
 
 def scored_chunk(dp_rank: int, samples: list[int], n_tokens: list[int]) -> tuple[ScoredChunk, list[Rollout]]:
@@ -103,7 +98,8 @@ def test_a_chunk_without_a_selected_sequence_is_refused() -> None:
 @given(st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=16), min_size=1, max_size=8), st.integers(1, 9))
 def test_every_sequence_is_computed_once_and_comes_back_in_order(lengths: list[list[int]], n_ranks: int) -> None:
     """Fails if a sequence is scored twice or never, ranks are uneven, or a result reaches another sequence."""
-    ranks = scatter_to_ranks([sizes_of(each) for each in lengths], n_ranks)
+    # The samples of two chunks have the same numbers, as those of two evaluations.
+    ranks = scatter_to_ranks([chunk_of(range(len(each)), each, n_prompt=0) for each in lengths], n_ranks)
     chunks = [[rollout(i, n) for i, n in enumerate(each)] for each in lengths]
     assert len(ranks) == n_ranks
     parts: list[list[tuple[bytes | None, list[tuple[int, int]]]]] = [[] for _ in chunks]
@@ -137,8 +133,7 @@ def test_a_rank_without_sequences_joins_the_computation() -> None:
 
 def test_whole_chunks_stay_whole() -> None:
     """Fails if an even distribution splits chunks without need, and each rank has to fetch all of them."""
-    chunks = [chunk_of(range(16 * i, 16 * (i + 1)), 9) for i in range(4)]
-    ranks = scatter_to_ranks(chunks, 4)
+    ranks = scatter_to_ranks([chunk_of(range(16 * i, 16 * (i + 1)), 9) for i in range(4)], 4)
     assert [[part.chunk_index for part in parts] for parts in ranks] == [[0], [1], [2], [3]]
     assert all(part.sequence_indices is None for parts in ranks for part in parts)
 
@@ -247,5 +242,4 @@ def test_a_long_tailed_mix_becomes_even_with_few_moves(
 def test_a_sequence_longer_than_the_mean_total_is_alone() -> None:
     """Fails if groups that cannot be even are not made as even as possible."""
     lengths = [[900, 50, 50], [20, 20], [30]]
-    groups = even_groups(*tables(lengths))
-    assert sorted(totals(lengths, groups)) == [70, 100, 900]
+    assert sorted(totals(lengths, even_groups(*tables(lengths)))) == [70, 100, 900]

@@ -178,6 +178,5 @@ def test_the_transformers_engine_prints_nothing_while_it_loads(tmp_path: Path) -
 from teacher_server.engines.load import EngineSettings, load_engine
 load_engine(EngineSettings(model={str(save_random(tmp_path / "model"))!r}, max_tokens=8, engine="hf", device="cpu"))
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr

@@ -18,17 +18,8 @@ from gkd.tools import trace
 from gkd.types import ScoredChunk, ScoreTimes
 from tests.refusals import refuses
 from tests.rollout_chunks import chunk_of
+from tests.unit.console_runs import Clock
 from tests.unit.world import World, make
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def recorder(clock: Clock, wall_s: float = 0.0) -> SpanRecorder:
@@ -40,7 +31,7 @@ def test_blocks_are_recorded_in_lanes() -> None:
     starts are not on the wall clock.
     """
     clock = Clock()
-    spans = recorder(clock, 1000.0)
+    spans = recorder(clock, 100.0)
     with spans.span(Phase.TRAIN):
         clock.now_s += 1
         with spans.span(Phase.OFFLOAD), spans.span(Phase.OFFLOAD):
@@ -217,8 +208,7 @@ def test_a_resumed_run_keeps_the_spans_of_the_steps_that_it_keeps(tmp_path: Path
     assert {step for step, process in lines_of(run) if process == "driver"} == {0, 1, 2, 3, 4}
     assert {"driver", "actor 0", "teacher w"} == {process for _, process in lines_of(run)}
     before = read_spans(run / "spans.jsonl")
-    back = f"trainer.resume={run / 'checkpoints' / 'step_00000002'}"
-    make(tmp_path, World(), "trainer.total_steps=3", back).fit()
+    make(tmp_path, World(), "trainer.total_steps=3", f"trainer.resume={run / 'checkpoints' / 'step_00000002'}").fit()
     after = read_spans(run / "spans.jsonl")
     kept = [line for line in before if line.step <= 2]
     assert after[: len(kept)] == kept and {line.step for line in after} == {0, 1, 2, 3}

@@ -150,11 +150,7 @@ def test_a_teacher_may_limit_a_sync_step(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_splits_obey_the_parallel_sizes_and_the_nodes(
-    tmp_path: Path,
-    args: list[str],
-    overrides: list[str],
-    gpus_per_worker: int,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, args: list[str], overrides: list[str], gpus_per_worker: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if a recommended split breaks actor.tp x pp, rollout.tp, a teacher worker or a node, or wastes a GPU."""
     folder = write_run(tmp_path / "run", *overrides, gpus_per_worker=gpus_per_worker)

@@ -89,8 +89,7 @@ def test_report_starts_with_the_cause() -> None:
     waiting = [stack(f"actor rank {i}", IN_A_COLLECTIVE) for i in range(1000)]
     stacks = [*waiting, stack("actor rank 1000", IN_A_FILE), stack("rollout engine 0", IDLE), stack("b", "", "stopped")]
     progress = {s.rank: Progress("step", 5.0) for s in stacks if s.rank != "b"}
-    names = [*(s.rank for s in stacks), "rollout engine 1"]
-    lines = describe(names, progress, [], stacks).lines
+    lines = describe([*(s.rank for s in stacks), "rollout engine 1"], progress, [], stacks).lines
     assert lines[0].startswith("rollout engine 1: ")
     assert lines[1].startswith("b (host, pid 7): ") and lines[1].endswith("stopped")
     assert lines[2].startswith("actor rank 1000 (host, pid 7): step for 5 s; at safetensors/")
@@ -170,7 +169,7 @@ def process(run: str, before: str, body: str = IN_HOLD, **more: bytes) -> Iterat
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as started:
         try:
-            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            assert started.stdout.readline() == "ready\n"
             if body is STOPPED:
                 wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_STOPPED, 30.0, "the stop")
             yield started.pid
@@ -235,7 +234,7 @@ def test_a_process_is_found_at_any_moment(
     environ = os.environ | rank_env(run, "actor rank 3")
     with subprocess.Popen([*command, str(script)], env=environ, stdout=subprocess.PIPE, text=True) as started:
         try:
-            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            assert started.stdout.readline() == "ready\n"
             looks = [ranks_here(run) for _ in range(100)]
             assert looks == [{started.pid: "actor rank 3"}] * len(looks)
         finally:

@@ -17,8 +17,7 @@ from gkd.pipeline.staleness import StreamScheduler
 
 def test_staleness_bound_of_each_scheduler() -> None:
     """Fails if the loop checks another bound than the documented one."""
-    bounds = {"sync": 0, "one_step_off": 1, "two_step_off": 2, "stream": 3}
-    for name, bound in bounds.items():
+    for name, bound in {"sync": 0, "one_step_off": 1, "two_step_off": 2, "stream": 3}.items():
         config = load_config(
             None, [f"trainer.scheduler={name}", f"trainer.max_staleness={bound if name == 'stream' else 1}"]
         )

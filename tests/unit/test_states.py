@@ -18,6 +18,7 @@ from gkd.memory.host_buffer import HostBuffer
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 from gkd.preflight.run import preflight
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.random_models import word_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -227,13 +228,9 @@ def test_states_on_the_host_are_not_moved(overrides: tuple[str, ...], moves: boo
 
 def test_the_setting_without_effect_is_named(tmp_path: Path, gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if a run ignores actor.offload_train without a warning, or warns of settings that have their effect."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     folder = make_hf_folder(tmp_path / "qwen3", "qwen3", head_dim=32)  # vLLM's attention on the CPU lacks 16
     prompts = tmp_path / "prompts.jsonl"
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+    word_tokenizer(VOCAB, eos_token="w1").save_pretrained(folder)
     prompts.write_text(json.dumps({"prompt": "w2", "answer": "w3"}) + "\n")
     sizes = ("data.max_prompt_length=8", "data.max_response_length=8", "trainer.device=cpu")
     paths = (f"model.path={folder}", "teacher.backend=local", f"teacher.path={folder}", f"data.train_files=[{prompts}]")

@@ -128,8 +128,7 @@ class Engines:
 def make(engines: Engines, *overrides: str, total_steps: int = 9) -> StreamedBatches:
     settings = ["trainer.scheduler=stream", "trainer.global_batch_size=2", "rollout.temperature=0.5", "data.seed=10"]
     config = load_config(None, [*settings, f"rollout.n={N}", "trainer.stage_timeout_s=5", *overrides])
-    sampler = PromptSampler(PROMPTS, shuffle=False, seed=10)
-    return StreamedBatches(config, engines, engines, sampler, total_steps)
+    return StreamedBatches(config, engines, engines, PromptSampler(PROMPTS, shuffle=False, seed=10), total_steps)
 
 
 def indices(batch: Sequence[PendingScores]) -> list[int]:
@@ -278,8 +277,7 @@ def test_a_checkpoint_contains_finished_and_unfinished_prompts() -> None:
     source.prefetch(0)  # 0 to 5
     engines.finish(chunk(4, 0), chunk(1, 0), chunk(3, 0))
     wait_for(lambda: len(engines.submitted) == 3)
-    taken = indices(batch_of(source, 0))
-    assert taken == [4, 1]
+    assert indices(batch_of(source, 0)) == [4, 1]
     before = source.in_flight(0)
     assert [p.rollouts.ref for p in before.chunks["stream"]] == [4, 1, 3], "a batch is in flight until it is trained on"
     source.commit()

@@ -65,9 +65,7 @@ def test_a_branch_counts_its_own_steps(tmp_path: Path) -> None:
 
 def test_an_interrupted_evaluation_does_not_hide_the_one_before(tmp_path: Path) -> None:
     """Fails if a run that stops in an evaluation ends without its last KL, or counts that evaluation."""
-    world = World()
-    world.teacher_dies_at = 4
-    trainer = make(tmp_path, world, "trainer.total_steps=5", "eval.every=2", val=PROMPTS[:1])
+    trainer = make(tmp_path, World(teacher_dies_at=4), "trainer.total_steps=5", "eval.every=2", val=PROMPTS[:1])
     with pytest.raises(TeacherUnavailable):
         trainer.fit()
     rows = dict(summary(trainer.metrics.state))
@@ -126,8 +124,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     store = CheckpointStore(tmp_path / "my run" / "checkpoints")
     for step in (2, 4):
         commit(store, step)
-    config = load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}"])
-    Closing(config, []).print(130)
+    Closing(load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}"]), []).print(130)
     assert "step 4, " in (err := capsys.readouterr().err) and "step_00000004" in err
 
 
@@ -202,12 +199,7 @@ def test_the_next_commands_can_be_typed(tmp_path: Path, shared: str, capsys: pyt
     ],
 )
 def test_a_split_is_recommended_only_where_it_can_be_found(
-    tmp_path: Path,
-    device: str,
-    n_steps: int,
-    settings: list[str],
-    has_split: bool,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, device: str, n_steps: int, settings: list[str], has_split: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if a run ends with a command that is refused, because the run has too few steps, or other roles."""
     commands = closed(tmp_path, 0, capsys, *settings, device=device, n_steps=n_steps)

@@ -40,8 +40,7 @@ def test_a_reply_that_is_too_large_is_refused_before_the_start() -> None:
 @pytest.mark.parametrize(("support", "n"), [("teacher", 0), ("student", 7), ("union", 3)])
 def test_the_student_names_all_or_half_of_the_ids(support: str, n: int) -> None:
     """Fails if the engines return more ids than the list has room for, or none."""
-    config = load_config(None, [*BASE, "teacher.topk=7", f"distill.support={support}"])
-    assert check_config(config).n_student_ids == n
+    assert check_config(load_config(None, [*BASE, "teacher.topk=7", f"distill.support={support}"])).n_student_ids == n
 
 
 def test_a_replay_refuses_tables_of_other_ids() -> None:
@@ -66,7 +65,7 @@ def test_logprobs_of_an_engine_are_split_into_sampled_and_top() -> None:
     flat = FlatLogprobs([0, 3, 7], values, [9, 1, 2, 4, 4, 5, 6, 7, 8, 3])
     logprobs, ids = read_logprobs(flat, 2)
     np.testing.assert_array_equal(logprobs, np.array([-0.5, -0.3, -1.5], np.float32))
-    assert ids is not None and ids.tolist() == [[1, 2], [4, 5], [8, 3]]
+    assert ids.tolist() == [[1, 2], [4, 5], [8, 3]]
     assert read_logprobs(flat, 0)[1] is None
 
 

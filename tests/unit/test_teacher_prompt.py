@@ -162,9 +162,8 @@ def test_the_teachers_limit_is_that_of_its_own_prompt() -> None:
     info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 99, 1, 1, "hf", "cpu", "float32", True)
     route = Route("", config.teacher)
     assert check_teacher(config, route, replace(info, max_tokens=33), tokenizer, 9) == 9
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="Fix: .*max_teacher_prompt_length"):
         check_teacher(config, route, replace(info, max_tokens=32), tokenizer, 9)
-    assert "max_teacher_prompt_length" in caught.value.fix
 
 
 def test_the_teachers_prompt_travels_with_the_prompt() -> None:
@@ -213,7 +212,6 @@ def test_skipped_tokens_have_no_loss_rows(kind: str, packed: bool) -> None:
     (whole,) = make_micro_batches(rollouts, tables, micro_batch_size=6, packed=packed)
     kept, of_kept = trained_on(rollouts, tables, n)
     (cut,) = make_micro_batches(kept, of_kept, micro_batch_size=6, packed=packed)
-    assert whole.targets is not None and cut.targets is not None
     at = [(i, j) for i, r in enumerate(rollouts) for j in range(len(r.response_ids))]
     rows = [row for row, (_, j) in enumerate(at) if j >= n]
     assert cut.n_loss_tokens == len(rows) == int(route_counts(kept, 4)[:, 0].sum())

@@ -118,7 +118,8 @@ def _bytes(vocab: Vocab, ids: np.ndarray) -> bytes:
 
 def _response(tokenizer: Any, text: str) -> np.ndarray:
     """Return the tokens with exactly these bytes, as a model would write them behind another text."""
-    vocab, begin = token_bytes(tokenizer), "\x02" if _has_prefix(tokenizer) else ""
+    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])[0]
+    vocab, begin = token_bytes(tokenizer), "\x02" if first[0] == "▁" else ""
     # A special token's text is none of its tokens where a model writes it letter by letter.
     parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (begin + text).split("<|end|>")]
     letters = [tokenizer(letter, add_special_tokens=False)["input_ids"][-1] for letter in "<|end|>"]
@@ -127,10 +128,6 @@ def _response(tokenizer: Any, text: str) -> np.ndarray:
         ids = ids[1:]
         assert ids, f"the line break and {text!r} share a token"
     return np.array(ids, np.int32)
-
-
-def _has_prefix(tokenizer: Any) -> bool:
-    return tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])[0][0] == "▁"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -169,7 +166,6 @@ def test_ranges_and_nodes_are_those_of_plain_loops(seed: int) -> None:
         for depth in range(1, len(token or b"") + 1):
             first, last = bounds[starts[i] + depth - 1]
             found = {int(each) for each in vocab.order[first:last]}
-            assert token is not None
             assert found == {j for j, other in enumerate(student) if (other or b"").startswith(token[:depth])}
     nodes, expected = common_nodes(student, teacher), nodes_of(student, teacher)
     strings: dict[int, bytes] = {REST: b""}

@@ -31,8 +31,7 @@ def _with_gradients(loss: DistillLoss, case: TextCase, targets: TokenTargets) ->
     loss.on_rows = tables.append
     hidden, head = (tensor.clone().requires_grad_() for tensor in (case.hidden, case.head))
     total, _ = loss.from_hidden(hidden, head, targets)
-    grads = torch.autograd.grad(total, (hidden, head))
-    return total.detach(), *grads, torch.cat(tables)
+    return total.detach(), *torch.autograd.grad(total, (hidden, head)), torch.cat(tables)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +60,7 @@ def test_units_are_compared_as_far_as_they_tell_tokens_apart(name: str, with_nod
     token that may have been a longer one.
     """
     # In the node of "a" are "a", "aa", which may begin a longer token, and "aaab", which may not.
-    vocab = [*TEACHER, b"aaab"]
-    case = TextCase(scale=6.0, k=k, by_units=True, teacher=vocab, letters=b"aaab ", seed=4)
+    case = TextCase(scale=6.0, k=k, by_units=True, teacher=[*TEACHER, b"aaab"], letters=b"aaab ", seed=4)
     _compare_with_loops(case, SPECS[name], with_nodes)
 
 
@@ -94,7 +92,6 @@ def test_a_token_that_the_teacher_finds_impossible_does_not_spoil_the_next_one()
     """Fails if a probability that float32 rounds to 0 makes everything behind the token as improbable as can be."""
     case = TextCase(scale=0.5, k=4)
     targets = case.targets(torch.float32)
-    assert targets.sampled_logprobs is not None
     likely = _with_gradients(case.loss(SPECS["reverse_kl"]), case.in_float32(), targets)[3][:, 0]
     targets.sampled_logprobs -= 300.0
     table = _with_gradients(case.loss(SPECS["reverse_kl"]), case, targets)[3][:, 0]

@@ -106,7 +106,7 @@ def test_factors_of_known_sequences() -> None:
         weights = with_token_weights(
             targets, LossSpec(token_weight=weight, token_share=share), tables, ALL_COLUMNS
         ).weights
-        assert weights is not None and weights.dtype == torch.float32
+        assert weights.dtype == torch.float32
         return weights.tolist()
 
     assert factors("entropy", 1.0, student_entropy=[1, 0, 2, 1, 7]) == [1, 0, 2, 1, 1]

@@ -142,8 +142,7 @@ def test_an_evaluation_keeps_the_engine_counters_of_a_stream(tmp_path: Path, sch
 
 def test_a_rollout_above_the_staleness_bound_is_rejected(tmp_path: Path) -> None:
     """If it fails, the sync scheduler silently trains off-policy."""
-    world = World()
-    world.lag = 1
+    world = World(lag=1)
     with pytest.raises(NumericsError):
         make(tmp_path, world, "trainer.total_steps=1").fit()
     assert "train" not in world.events
@@ -151,8 +150,7 @@ def test_a_rollout_above_the_staleness_bound_is_rejected(tmp_path: Path) -> None
 
 def test_a_teacher_failure_in_an_evaluation_keeps_the_metrics_of_the_step(tmp_path: Path) -> None:
     """If it fails, the step before the evaluation is missing from metrics.jsonl, or a resume skips the evaluation."""
-    world = World()
-    world.teacher_dies_at = 2  # step 2 is rolled out by version 1, so the teacher fails in the evaluation after it
+    world = World(teacher_dies_at=2)  # version 1 rolls step 2 out, so the teacher fails in the evaluation after it
     with pytest.raises(TeacherUnavailable):
         make(tmp_path, world, "trainer.total_steps=2", val=PROMPTS[:1]).fit()
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
@@ -166,8 +164,7 @@ def test_a_teacher_failure_in_an_evaluation_keeps_the_metrics_of_the_step(tmp_pa
 def test_a_teacher_failure_before_the_first_step_is_raised_without_a_save(tmp_path: Path) -> None:
     """If it fails, saving an optimizer without state raises an error that hides TeacherUnavailable."""
     for name, val in (("in_evaluation", PROMPTS[:1]), ("in_step", [])):
-        world = World()
-        world.teacher_dies_at = 0
+        world = World(teacher_dies_at=0)
         with pytest.raises(TeacherUnavailable):
             make(tmp_path / name, world, "trainer.total_steps=2", val=val).fit()
         assert "save" not in world.events
@@ -178,8 +175,7 @@ def test_a_resume_after_a_teacher_failure_trains_every_prompt_once(tmp_path: Pat
     """Fails if a resume skips the unscored batch, trains on it twice, or selects other prompts to be answered."""
     whole = World()
     make(tmp_path / "whole", whole, "trainer.total_steps=4", *settings).fit()
-    world = World()
-    world.teacher_dies_at = 2
+    world = World(teacher_dies_at=2)
     with pytest.raises(TeacherUnavailable):
         make(tmp_path, world, "trainer.total_steps=4", *settings).fit()
     assert world.events[-2:] == ["save", "saved 2"]
@@ -228,8 +224,7 @@ def test_without_on_policy_prompts_only_evaluations_generate(tmp_path: Path) -> 
 
 def test_an_evaluation_without_teacher_distribution_reports_reverse_kl(tmp_path: Path) -> None:
     """If it fails, a loss on sampled tokens has no validation metric, or the first evaluation runs twice."""
-    world, again = World(), World()
-    world.has_distribution = again.has_distribution = False
+    world, again = World(has_distribution=False), World(has_distribution=False)
     make(tmp_path, world, "trainer.total_steps=1", val=PROMPTS[:1]).fit()
     make(tmp_path, again, "trainer.total_steps=1", "trainer.resume=auto", val=PROMPTS[:1]).fit()
     assert "evaluate" not in again.events
@@ -246,8 +241,7 @@ def save_events(world: World) -> list[str]:
 @pytest.mark.parametrize("polls", [0, 9])
 def test_saves_overlap_with_steps(tmp_path: Path, polls: int) -> None:
     """Fails if a step waits for a save, two saves overlap, or the run ends before its last save is written."""
-    world = World()
-    world.polls_per_save = polls
+    world = World(polls_per_save=polls)
     make(tmp_path, world, "trainer.total_steps=3", "trainer.save_every=1").fit()
     expected = ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]
     assert save_events(world) == expected
@@ -257,8 +251,7 @@ def test_saves_overlap_with_steps(tmp_path: Path, polls: int) -> None:
 
 def test_a_save_is_committed_at_the_first_poll_after_it_is_written(tmp_path: Path) -> None:
     """Fails if a save is committed only when the next one is due, or its metrics are in the wrong line."""
-    world = World()
-    world.polls_per_save = 1
+    world = World(polls_per_save=1)
     make(tmp_path, world, "trainer.total_steps=6", "trainer.save_every=3").fit()
     # The save starts after step 3. The poll after step 4 finds it unfinished, the poll after step 5 commits it.
     assert save_events(world)[2:8] == ["train", "save", "train", "train", "saved 3", "train"]
@@ -273,8 +266,7 @@ def test_a_save_is_committed_at_the_first_poll_after_it_is_written(tmp_path: Pat
 
 def test_a_failed_save_stops_the_run(tmp_path: Path) -> None:
     """Fails if a failed background save goes unnoticed and the run continues without checkpoints."""
-    world = World()
-    world.save_fails_at = 2
+    world = World(save_fails_at=2)
     with pytest.raises(CheckpointError):
         make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=1").fit()
     assert len(world.trained) == 3
@@ -284,16 +276,12 @@ def test_a_failed_save_stops_the_run(tmp_path: Path) -> None:
     assert again.events[:2] == ["load", "push 1"]
 
 
-@pytest.mark.parametrize("error", [ClusterError, TeacherUnavailable])
-def test_a_failed_pending_save_does_not_hide_the_error_of_the_run(tmp_path: Path, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("error", "at"), [(ClusterError, "rank_dies_at"), (TeacherUnavailable, "teacher_dies_at")])
+def test_a_failed_pending_save_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, error: type[Exception], at: str
+) -> None:
     """Fails if the error of a failed save replaces the error that ended the run."""
-    world = World()
-    world.polls_per_save = 9
-    world.save_fails_at = 2
-    if error is ClusterError:
-        world.rank_dies_at = 2
-    else:
-        world.teacher_dies_at = 2
+    world = World(polls_per_save=9, save_fails_at=2, **{at: 2})
     with pytest.raises(error):
         make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
     assert checkpoints(tmp_path) == []

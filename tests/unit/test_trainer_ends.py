@@ -20,13 +20,8 @@ from tests.unit.world import PROMPTS, World, checkpoints, make
 
 def test_a_pending_save_finishes_before_the_run_ends(tmp_path: Path) -> None:
     """Fails if an unexpected error discards a pending save, or a hung rank blocks the end of the run."""
-    for error, wait_s in ((ClusterError, LAST_SAVE_WAIT_S), (RuntimeError, None)):
-        world = World()
-        world.polls_per_save = 9
-        if error is ClusterError:
-            world.rank_dies_at = 2
-        else:
-            world.bug_at = 2
+    for error, at, wait_s in ((ClusterError, "rank_dies_at", LAST_SAVE_WAIT_S), (RuntimeError, "bug_at", None)):
+        world = World(polls_per_save=9, **{at: 2})
         with pytest.raises(error):
             make(tmp_path / error.__name__, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
         assert world.waits_s == [wait_s if wait_s is None else pytest.approx(wait_s, abs=1)]
@@ -44,8 +39,7 @@ class Hung(World):
 
 def test_hung_ranks_are_diagnosed_before_the_pending_save(tmp_path: Path) -> None:
     """Fails if hung ranks are diagnosed only after the wait for a pending save, when their stacks are gone."""
-    world = Hung()
-    world.polls_per_save = 9
+    world = Hung(polls_per_save=9)
     order: list[str] = []
 
     def diagnose(error: RankTimeout) -> RankTimeout:
@@ -62,8 +56,7 @@ def test_hung_ranks_are_diagnosed_before_the_pending_save(tmp_path: Path) -> Non
 
 def test_an_unwritable_file_is_named_in_the_error(tmp_path: Path) -> None:
     """Fails if a full disk raises an unrelated error, or discards the pending save."""
-    world = World()
-    world.polls_per_save = 9
+    world = World(polls_per_save=9)
     settings = ("trainer.total_steps=9", "trainer.save_every=2", "eval.every=3")
     trainer = make(tmp_path, world, *settings, val=PROMPTS[:1])
     (tmp_path / "run" / "samples").mkdir()
@@ -80,8 +73,7 @@ def test_the_error_is_logged_before_the_wait_for_a_pending_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fails if the log stays silent while the loop waits for a pending save, or reports the failed save first."""
-    world = World()
-    world.polls_per_save, world.rank_dies_at, world.save_hangs = 9, 2, True
+    world = World(polls_per_save=9, rank_dies_at=2, save_hangs=True)
     with pytest.raises(ClusterError, match="actor rank 1"):
         make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
     logged = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
@@ -93,8 +85,7 @@ def test_the_save_after_a_teacher_failure_is_independent_of_the_previous_save(
     tmp_path: Path, dies_at: int, failures: int, left: int
 ) -> None:
     """Fails if a failed background save prevents the save of the last step, or is taken for it."""
-    world = World()
-    world.polls_per_save, world.save_fails_at, world.save_failures, world.teacher_dies_at = 9, 2, failures, dies_at
+    world = World(polls_per_save=9, save_fails_at=2, save_failures=failures, teacher_dies_at=dies_at)
     with pytest.raises(TeacherUnavailable):
         make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
     assert checkpoints(tmp_path) == ["latest", f"step_{left:08d}"]
@@ -108,8 +99,7 @@ def exported(tmp_path: Path) -> str:
 def test_the_student_is_exported_even_if_its_last_save_fails(tmp_path: Path) -> None:
     """Fails if a run whose last save failed exports no student, or reports success."""
     for name, export_fails in (("a", False), ("b", True)):
-        world = World()
-        world.save_fails_at, world.export_fails = 2, export_fails
+        world = World(save_fails_at=2, export_fails=export_fails)
         with pytest.raises(CheckpointError):
             make(tmp_path / name, world, "trainer.total_steps=2").fit()
         assert (tmp_path / name / "run" / "export").exists() != export_fails
@@ -119,8 +109,7 @@ def test_the_student_is_exported_even_if_its_last_save_fails(tmp_path: Path) -> 
 def test_an_export_replaces_the_previous_one(tmp_path: Path) -> None:
     """Fails if a continued run keeps its old export, or a failed new export deletes the old one."""
     make(tmp_path, World(), "trainer.total_steps=1").fit()
-    world = World()
-    world.export_fails = True
+    world = World(export_fails=True)
     with pytest.raises(ModelError):
         make(tmp_path, world, "trainer.total_steps=2", "trainer.resume=auto").fit()
     assert exported(tmp_path) == "1"

@@ -21,8 +21,7 @@ def problems(mode: str, environment: dict[str, str]) -> dict[str, str]:
     command = [sys.executable, "-m", "tests.unit.triton_rows_cases", mode]
     child = subprocess.run(command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=200)
     assert child.returncode == 0, child.stderr
-    found: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
-    return found
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

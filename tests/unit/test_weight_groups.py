@@ -108,9 +108,8 @@ def test_a_bucket_that_does_not_arrive_in_time_ends_the_transfer(join: Join) -> 
     """Fails if a member waits for ever, its error lacks its rank, or it uses the connection again."""
     sender, receiver = join("gloo", timeout_s=0.3)
     for _ in range(2):  # it has left the group after the first
-        with pytest.raises(TransferCutOff) as caught:
+        with pytest.raises(TransferCutOff, match="rank 1 of 2"):
             receiver.receive_bucket(4, torch.zeros(4, dtype=torch.uint8))
-        assert "rank 1 of 2" in str(caught.value)
     assert sender.transport == "gloo", "the sender was there"
 
 
@@ -137,9 +136,8 @@ def test_an_incomplete_version_is_not_given_to_an_engine() -> None:
         raise TransferCutOff("cut off")
     assert kept.complete("base")[0] == [bucket]
     for missing in ("adapters", "merged"):
-        with pytest.raises(WeightSyncError) as caught:
+        with pytest.raises(WeightSyncError, match=missing):
             kept.complete(missing)
-        assert missing in str(caught.value)
 
 
 def test_a_member_that_dies_while_the_group_forms_is_not_waited_for_as_for_a_bucket() -> None:
@@ -158,8 +156,7 @@ def test_the_moving_thread_uses_the_callers_stream(monkeypatch: pytest.MonkeyPat
     callers, selected = object(), list[Any]()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
     monkeypatch.setattr(torch.cuda, "set_stream", selected.append)
-    group: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    with _mover(group) as mover:
+    with _mover(SimpleNamespace(device=torch.device("cuda", 0))) as mover:
         mover.submit(lambda: None).result()
     assert selected == [callers]
 

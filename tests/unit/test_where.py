@@ -50,8 +50,7 @@ def run(tmp_path: Path) -> Path:
     make_tokenizer(tmp_path / "model")
     root = make_run(tmp_path / "run", f"model.path={tmp_path / 'model'}", steps=4)
     shutil.rmtree(root / "export")
-    equal = {**RECORD, "values": {**RECORD["values"], "token_kl": [0.25] * 8}}
-    write(root, 0, equal)
+    write(root, 0, {**RECORD, "values": {**RECORD["values"], "token_kl": [0.25] * 8}})
     write(root, 4, RECORD)
     return root
 
@@ -80,8 +79,7 @@ def test_the_report_shows_the_same_table(run: Path) -> None:
     """Fails if page and command differ, or the page leaves the table out."""
     (read,) = read_runs([run])
     found = evaluations(read)
-    text = page([read])
-    section = text.partition('<section id="where">')[2].partition("</section>")[0]
+    section = page([read]).partition('<section id="where">')[2].partition("</section>")[0]
     assert "end token: 50% of the KL" in section
     assert section.count("<tr>") == len(rows([found])) and "+37.5%" in section
 
@@ -108,8 +106,7 @@ def test_numbers_of_an_evaluation() -> None:
     """Fails if the metrics of the checks are not those of the table, or an infinite KL makes them NaN."""
     names = ("prompt_id", "sample_index", "prompt_ids", "response_ids", "values", "choices", "observed")
     record = TokenRecord(**copy.deepcopy({name: RECORD[name] for name in names}))
-    expected = {"eval/end_kl_share": 0.5, "eval/sure_and_wrong_share": 1 / 8}
-    assert evaluation_numbers([record]) == expected
+    assert evaluation_numbers([record]) == {"eval/end_kl_share": 0.5, "eval/sure_and_wrong_share": 1 / 8}
     record.values["token_kl"][0] = math.inf
     assert evaluation_numbers([record]) == {"eval/end_kl_share": 4 / 7, "eval/sure_and_wrong_share": 1 / 7}
     record.values["paired"] = [1.0, 0.0, *[1.0] * 6]

@@ -145,8 +145,7 @@ def strided_rows() -> None:
 def rows_beyond_32_bits() -> None:
     """Raise if row offsets are 32-bit: 8192 rows of 300,000 columns have more than 2^31 elements."""
     # Untouched memory is not allocated physically; only the pages of three rows are.
-    memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
-    logits = memory.as_strided((3, 40), (2**30, 1))
+    logits = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((3, 40), (2**30, 1))
     logits.copy_(rows(3, 40, torch.bfloat16))
     check_statistics(logits, 1.0)
     check_gradient(logits, gradient_inputs(logits.clone(), 5, 1.0), 1.0, in_place=True)

@@ -10,12 +10,13 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gkd.config.load import load_config
-from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
+from gkd.metrics.writer import read_metrics
 from gkd.roles import Computation, RolloutStream
 from gkd.run.checkpoints import step_of
 from gkd.run.manifest import digest_bytes
@@ -60,9 +61,9 @@ def answers(
 
 
 class World:
-    """All four roles. `events` lists the calls of the loop in order."""
+    """All four roles. `events` lists the calls of the loop in order; `changes` are attributes with other values."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: Any) -> None:
         self.events: list[str] = []
         self.engine_version = -1
         self.lag = 0  # versions by which the engine's weights are stale
@@ -87,6 +88,8 @@ class World:
         self._saving: tuple[Path, int] | None = None
         self._polls_left = 0
         self._recording_left, self._recording_scored = 0, False
+        assert changes.keys() <= vars(self).keys()
+        vars(self).update(changes)
 
     def generate(
         self,
@@ -191,7 +194,6 @@ class World:
         self._saving, self._polls_left = (folder, self.engine_version), self.polls_per_save
 
     def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
-        assert self._saving is not None
         if wait:
             self.waits_s.append(timeout_s)
         (folder, step), self._polls_left = self._saving, self._polls_left - 1
@@ -272,21 +274,15 @@ class StreamWorld(World):
 
 
 def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = ()) -> Trainer:
-    config: Config = load_config(
-        None,
-        [
-            "data.train_files=[a]",
-            "model.path=m",
-            f"trainer.run_dir={tmp_path / 'run'}",
-            "trainer.global_batch_size=2",
-            "data.seed=10",
-            "eval.metric=exact_match",
-            *overrides,
-        ],
-    )
+    base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path / 'run'}", "data.seed=10"]
+    config = load_config(None, [*base, "trainer.global_batch_size=2", "eval.metric=exact_match", *overrides])
     roles = Roles(actor=world, rollout=world, scoring=world, weight_sync=world)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
     return Trainer(config, roles, PROMPTS, val, folder, total_steps=config.trainer.total_steps)
+
+
+def staleness(tmp_path: Path) -> list[float]:
+    return [line["staleness/max"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]
 
 
 def checkpoints(tmp_path: Path) -> list[str]:

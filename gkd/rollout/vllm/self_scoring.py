@@ -67,7 +67,7 @@ def prompt_logprobs(
     )
     engine = llm.llm_engine
     results = dict[str, tuple[np.ndarray, np.ndarray]]()
-    by_name: dict[str, Rollout] = {}  # of the requests that were added
+    by_name: dict[str, Rollout] = {}  # the requests that were added
     try:
         for i, rollout in enumerate(rollouts):
             check_own(rollout, f"prompt {rollout.prompt_id}")

@@ -65,7 +65,7 @@ class SleepState:
             self._asleep -= set(chosen)
 
     def require_awake(self, tags: Iterable[str], action: str) -> None:
-        """Raise ClusterError if one of the tags is asleep; `action` is what the caller wants to do: "generate"."""
+        """Raise ClusterError if one of the tags is asleep; `action` stands in the message: "generate"."""
         asleep = [tag for tag in tags if tag in self._asleep]
         if asleep:
             raise ClusterError(
