@@ -12,13 +12,13 @@ from gkd.errors import ConfigError
 
 
 @contextmanager
-def refuses(key: str, value: object = ANY, *, said: str = "") -> Iterator[pytest.ExceptionInfo[ConfigError]]:
+def refuses(key: str, value: object = ANY, *, text: str = "") -> Iterator[pytest.ExceptionInfo[ConfigError]]:
     """Assert that the block raises a ConfigError of this key, and of this value if one is given. Yields the error.
 
     Args:
-        said: part of the text of the error.
+        text: a part of the message of the error.
     """
     with pytest.raises(ConfigError) as caught:
         yield caught
     assert (caught.value.key, caught.value.value) == (key, value)
-    assert caught.value.fix and said in str(caught.value)
+    assert caught.value.fix and text in str(caught.value)

@@ -287,7 +287,7 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty() -> Non
 )
 def test_a_row_without_one_response_is_refused(row: dict[str, Any], key: str) -> None:
     """Fails if the student learns a part of an answer, or a row's JSON."""
-    with refuses("data.response_key", said="f:1"):
+    with refuses("data.response_key", text="f:1"):
         learned(row, reader_of("small chatml", response_key=key), None)
 
 

@@ -119,7 +119,7 @@ def test_models_that_do_not_support_the_settings(
     folders: Path, kind: str, actor: dict[str, Any], key: str, text: str
 ) -> None:
     """Fails if an error that a pass without weights can find is raised only on the ranks, or without its key."""
-    with refuses(key, said=text):
+    with refuses(key, text=text):
         check_student(_config(folders / kind, **actor))
 
 
@@ -228,7 +228,7 @@ def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
     ):
         shutil.copytree(folders / "mixtral", tmp_path, dirs_exist_ok=True)
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with refuses("model.path", said=text):
+        with refuses("model.path", text=text):
             check_student(_config(tmp_path))
 
 
@@ -241,7 +241,7 @@ def test_adapters_that_leave_out_the_experts_are_refused(tmp_path: Path) -> None
     mixed = save_random(tmp_path / "mixed", "Qwen3Moe", mlp_only_layers=[0], **sizes)
     for folder, layer in ((shared, "shared_expert"), (mixed, "mlp")):
         for targets in (LoraConfig().targets, ["q_proj", "down_proj"]):
-            with refuses("actor.lora.targets", said=f"{layer}.down_proj"):
+            with refuses("actor.lora.targets", text=f"{layer}.down_proj"):
                 check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=targets)))
         for target in ("q_proj", f"{layer}.down_proj"):
             check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=[target])))
@@ -335,7 +335,7 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
         ({"model_type": "no_such_model"}, "no_such_model"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config_json))
-        with refuses("model.path", said=text):
+        with refuses("model.path", text=text):
             check_student(_config(tmp_path))
         shutil.copy(qwen3 / "model.safetensors", tmp_path)
 

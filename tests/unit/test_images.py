@@ -325,7 +325,7 @@ def test_the_teachers_own_prompt(here: Path) -> None:
         (prompt,) = load(here, "llava", row, **settings)
         assert [*prompt.teacher_ids] == expected(here, "llava", said("A|What? Hint."))[1]
     for own in ("B|x", "x", "A|A|x"):
-        with refuses("data.teacher_prompt_key", said="rows.jsonl:1 has other images"):
+        with refuses("data.teacher_prompt_key", text="rows.jsonl:1 has other images"):
             load(here, "llava", {"prompt": [said("A|x")], "own": [said(own)]}, teacher_prompt_key="own")
     with refuses("data.images_key"):  # The template leaves the image out.
         load(here, "llava", row, template="{answer}")

@@ -417,5 +417,5 @@ def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) ->
     assert all(part in str(caught.value) for part in ("experts.0.gate_proj.weight", "[23, 32]"))
     _set(folder, moe_intermediate_size=23)
     check_student(config)
-    with refuses("rollout.tp", said="23"):
+    with refuses("rollout.tp", text="23"):
         check_student(config.with_values({"rollout.tp": 2}))

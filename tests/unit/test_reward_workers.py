@@ -297,7 +297,7 @@ def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) ->
             check_answers(config, "data.val_files", prompts, functions)
             assert prompts[0].answer == "3"
         else:
-            with refuses("data.answer_key", said="row 1 of"):
+            with refuses("data.answer_key", text="row 1 of"):
                 check_answers(config, "data.val_files", prompts, functions)
 
 

@@ -77,7 +77,7 @@ def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
 
     assert routes({"domain": "math"}, {"domain": "code"}, {"domain": "math"}) == [1, 0, 1]
     for bad in ({"domain": "law"}, {"domain": None}, {}):
-        with refuses("data.teacher_key", said="rows.jsonl:2"):
+        with refuses("data.teacher_key", text="rows.jsonl:2"):
             routes({"domain": "math"}, bad)
     assert routes({"domain": "law"}, {"domain": None}, {}, {"domain": "math"}, more={"default": RouteConfig()}) == [
         1,

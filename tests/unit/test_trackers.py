@@ -285,5 +285,5 @@ def test_a_library_that_is_not_installed_is_refused_first(name: str, monkeypatch
     config = load_config(
         None, ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r", f"trainer.loggers=[{name}]"]
     )
-    with refuses("trainer.loggers", name, said=f'pip install -e ".[{name}]"'):
+    with refuses("trainer.loggers", name, text=f'pip install -e ".[{name}]"'):
         preflight(config)
