@@ -38,12 +38,12 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 61_070,
+    "lines": 59_900,
     "files": 344,
     "assignments of tuples": 15,  # `a, b = x, y`: two statements in one line
     "config_keys": 165,
-    "lines of tests": 70_640,
-    "lines of benches": 6_795,
+    "lines of tests": 69_540,
+    "lines of benches": 6_690,
     "lines of results": 8_000,
     "lines of the longest result": 200,
     "words of docs": 60_000,
