@@ -171,6 +171,7 @@ def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
             wait_for_requests(server, 5)
             assert "5 requests" in run("drain", *address(server)).stdout
             waiting = subprocess.Popen(command("drain", *address(server), "--wait"), stdout=subprocess.PIPE, text=True)
+            assert waiting.stdout is not None and "5 requests" in waiting.stdout.readline()
             with sent_requests(server.port, 1) as late:
                 assert n_scored(late, 1) == 0, "a draining server must refuse new requests"
             assert waiting.poll() is None and server.process.poll() is None
