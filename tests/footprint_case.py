@@ -141,7 +141,8 @@ def _train(rank: int, world_size: int, config: Config, device: str) -> tuple[int
         packed=config.actor.packs,
     )
     saved = []
-    backward, before = torch.autograd.backward, meter.now()
+    backward = torch.autograd.backward
+    before = meter.now()
 
     def noted(*args: Any, **settings: Any) -> None:
         saved.append(meter.now() - before if device == "cuda" else 0)

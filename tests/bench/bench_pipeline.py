@@ -164,8 +164,11 @@ class Processes:
 
     def train(self, config: Config, timed: Stages, n_prompt: int) -> None:
         """Make a run. Its prompts have `n_prompt` tokens."""
-        n_ranks, n_engines = config.derived.dp_size, config.derived.n_engines
-        ranks, engines, endpoints = self._ranks[:n_ranks], self._engines[:n_engines], self._endpoints[:n_ranks]
+        n_ranks = config.derived.dp_size
+        n_engines = config.derived.n_engines
+        ranks = self._ranks[:n_ranks]
+        engines = self._engines[:n_engines]
+        endpoints = self._endpoints[:n_ranks]
         meeting = ray.remote(Meeting).options(num_cpus=0).remote(n_engines)
         calls = {f"rank {i}": rank.prepare.remote(timed) for i, rank in enumerate(ranks)}
         calls |= {f"engine {i}": one.prepare.remote(config, timed, meeting) for i, one in enumerate(engines)}

@@ -42,7 +42,9 @@ def _architecture(kind: str, n_layers: int, head_dim: int) -> tuple[str, dict[st
     qwen2_moe = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
     qwen2_moe |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}
     qwen3_moe = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
-    untied, padding, head = {"tie_word_embeddings": False}, {"pad_token_id": PAD}, {"head_dim": 16}
+    untied = {"tie_word_embeddings": False}
+    padding = {"pad_token_id": PAD}
+    head = {"head_dim": 16}
     gemma3 = {"sliding_window": 5, "layer_types": of_layers, "query_pre_attn_scalar": 7, "rope_parameters": gemma3_rope}
     return {
         "qwen3": ("Qwen3", untied | {"head_dim": head_dim, "rope_theta": 1e6}),

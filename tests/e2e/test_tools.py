@@ -116,7 +116,8 @@ def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, a
         p, q = log_p.gather(1, listed).exp(), log_q.gather(1, listed).exp()
         tail_p, tail_q = 1 - p.sum(1), 1 - q.sum(1)
         total += float((p * (p / q).log()).sum() + (tail_p * (tail_p / tail_q).log()).sum())
-        n_own, n_all = n_own + rollout.n_own, n_all + len(rollout.response_ids)
+        n_own += rollout.n_own
+        n_all += len(rollout.response_ids)
     first = next(line for line in read_metrics(whole / "metrics.jsonl") if line["step"] == 1)
     assert n_own < n_all and first["loss/tokens"] == n_own == first["rollout/response_tokens"]
     assert first["rollout/observed_tokens"] == n_all - n_own

@@ -168,7 +168,8 @@ def test_every_table_follows_its_response_token(packed: bool) -> None:
     rollouts = [make_rollout(1, 2, 3), replace(make_rollout(2, 1, 4), on_policy=False), make_rollout(3, 4, 1)]
     rollouts = [replace(r, rollout_logprobs=r.response_ids / np.float32(-1000)) for r in rollouts]
     (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3, packed=packed)
-    targets, tokens = batch.targets, torch.cat([torch.from_numpy(r.response_ids) for r in rollouts])
+    targets = batch.targets
+    tokens = torch.cat([torch.from_numpy(r.response_ids) for r in rollouts])
     assert len(targets) == batch.n_loss_tokens == 8
     assert targets.sampled_ids.equal(tokens.long())
     assert targets.on_policy.tolist() == [True] * 3 + [False] * 4 + [True]
@@ -223,7 +224,8 @@ def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batc
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1), make_rollout(3, 1, 3)]
     scores = [make_scores(r, k) for r, k in zip(rollouts, (2, 4, 3), strict=True)]
     wide, narrow = make_micro_batches(rollouts, scores, micro_batch_size=2)
-    ids, logprobs = wide.targets.topk_ids, wide.targets.topk_logprobs
+    ids = wide.targets.topk_ids
+    logprobs = wide.targets.topk_logprobs
     assert ids.shape == logprobs.shape == (3, 4)
     assert ids[:2, 2:].eq(-1).all() and logprobs[:2, 2:].eq(-torch.inf).all()
     assert ids[:2, :2].ge(0).all() and ids[2].ge(0).all() and logprobs[2].isfinite().all()
