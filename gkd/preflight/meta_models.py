@@ -95,7 +95,7 @@ def check_reference(config: Config, tokenizer: Any, n_vocab: int) -> str:
     """Check that the model of `Derived.reference_folder` can score the student's tokens.
 
     Args:
-        n_vocab: token ids of the tokenizer, the student's, that it generates.
+        n_vocab: token ids that the student, whose tokenizer it is, generates.
 
     Returns:
         The fingerprint of the weights; a resumed run must have the same.

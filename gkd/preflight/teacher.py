@@ -159,7 +159,7 @@ def rollout_teacher(config: Config, device: str) -> TeacherInfo:
 
 
 def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
-    """Return the description of a teacher on processes of the run; its kind decides the facts, and `key` its folder."""
+    """Describe a teacher on processes of the run. `key` names its folder, and its kind decides the `facts`."""
     path = config.value(key)
     tokenizer = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
     return TeacherInfo(

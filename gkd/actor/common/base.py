@@ -63,7 +63,7 @@ class StudentArgs(TypedDict, total=False):
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
     fused_lm_head: bool
     n_vocab: int  # logits of ids from this one on are masked. Default: 0 masks only padding for tensor parallelism
-    on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: nothing is
+    on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: no call
 
 
 class Student(ABC):

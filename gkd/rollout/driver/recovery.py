@@ -48,7 +48,7 @@ class _Slot:
 
 
 class Engines:
-    """The engines by slot, at first Ray handles that are all up. Thread-safe."""
+    """The engines by slot. `workers` are their Ray handles, which are all up. Thread-safe."""
 
     def __init__(self, workers: Sequence[Any], config: RolloutConfig) -> None:
         self._max_restarts = config.max_restarts

@@ -233,7 +233,7 @@ class WeightSync:
         """Make new groups.
 
         One for each stage's sender; every engine joins all of them, in stage order. With CUDA IPC one for each card.
-        The calls have `timeout_s`, and `GroupSpec` has `join_s`.
+        `timeout_s` limits the calls; `GroupSpec` explains `join_s`.
         """
         tp = self._config.rollout.tp
         senders = self._senders()
