@@ -89,7 +89,10 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     if not Path(config.model.path).exists():
         save_model(Path(config.model.path), case.sizes)
     world_size = config.trainer.n_gpus_per_node
-    with environment(ENVIRONMENT | {VARIABLE: device}):
+    variables = ENVIRONMENT | {VARIABLE: device}
+    if "actor.compile=on" in case.overrides:  # stand-in cards disable it
+        variables |= {"TORCHDYNAMO_DISABLE": "0"}
+    with environment(variables):
         found = run_ranks(_train, world_size, config, device, timeout_s=timeout_s, start="spawn")
     actors = predict(case, folder, device)
     keeps = config.actor.backend_name == "megatron"
@@ -178,6 +181,7 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
             "cp": actor.cp,
             "cpu_offload": actor.fsdp_cpu_offload,
             "lora": actor.lora,
+            "compiles": actor.compile,
         }
         return FsdpStudent(config.model.path, **settings, **common), meter
     from gkd.actor.megatron.layout import layouts_of

@@ -115,7 +115,7 @@ class ActorConfig:
     """megatron: modules of the layers. auto = Megatron's own, on cuda with SwiGLU, and norms and rotation of queries
     and keys, compiled (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which must
     be installed."""
-    compile: str = key("off", choices=("off", "auto", "on"), resume=True)
+    compile: str = key("auto", choices=("auto", "on", "off"), resume=True)
     """fsdp2: compile each layer with torch.compile, which needs a C compiler. auto = on cuda, and uncompiled if that
     fails at the start; on = also on cpu, and a failure ends the run. docs/student.md."""
     attention: str = key("auto", choices=("auto", "fa3", "fa4"), resume=True)

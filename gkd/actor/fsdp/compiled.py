@@ -11,6 +11,7 @@ raises an error instead of running parts of a layer uncompiled, also when it mee
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from textwrap import shorten
@@ -148,7 +149,9 @@ def _is_left_out(module: nn.Module, dtype: torch.dtype) -> bool:
 def _pass(root: LossModel, packing: bool, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """Return logits of a few batches without and with gradients, and the gradients of a loss of them."""
     logits = []
-    with passes_of(root):
+    with passes_of(root), warnings.catch_warnings():
+        # The logits are a view of what the head returns. fully_shard warns of changes in place, and none follows.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         for with_gradients in (False, True):
             for lengths in _LENGTHS:
                 with torch.set_grad_enabled(with_gradients):
