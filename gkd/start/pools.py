@@ -105,7 +105,9 @@ def actor_env(config: Config, on_cpu: bool) -> dict[str, str]:
     """Return what the actor's ranks have in addition.
 
     With one hardware queue, a collective starts before the product that is launched after it, so that tensor-parallel
-    ranks communicate while they compute.
+    ranks communicate while they compute. On CPU vLLM's environment disables torch.compile.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    return {} if on_cpu or config.actor.tp == 1 else {name: os.environ.get(name, "1")}
+    if on_cpu:
+        return {"TORCHDYNAMO_DISABLE": "0"} if config.actor.compile == "on" else {}
+    return {} if config.actor.tp == 1 else {name: os.environ.get(name, "1")}

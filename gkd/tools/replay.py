@@ -140,7 +140,7 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.scoring.pool import teacher_heads
     from gkd.start.launcher import spawn_endpoints
     from gkd.start.pools import ACTOR as ACTOR_POOL
-    from gkd.start.pools import cpu_threads, make_cluster, pool_specs, worker_env
+    from gkd.start.pools import actor_env, cpu_threads, make_cluster, pool_specs, worker_env
 
     device = resolve_device(case.config)
     timeout_s = case.config.trainer.init_timeout_s
@@ -154,7 +154,8 @@ def replayed(case: Case) -> list[TrainStats]:
         cluster = make_cluster(config, on_cpu=device == "cpu", pools=[spec])
         try:
             slots = cluster.make_pools([spec], timeout_s)[ACTOR_POOL]
-            env = worker_env(device == "cpu", n_threads=cpu_threads(config)[0])
+            on_cpu = device == "cpu"
+            env = worker_env(on_cpu, n_threads=cpu_threads(config)[0]) | actor_env(config, on_cpu)
             workers = slots.spawn(actor_worker.ActorWorker, env, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
             actor = ActorPool(workers, config)
             building = actor.init_model(device, _total_steps(case), timeout_s, comparison)

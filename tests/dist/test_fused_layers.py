@@ -16,7 +16,7 @@ import torch
 
 from gkd.actor.megatron import model as megatron_model
 from gkd.config.schema_actor import LoraConfig
-from tests.device import host
+from tests.device import host, on_cuda
 from tests.dist.helpers import run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
@@ -41,7 +41,7 @@ def _measure(rank: int, world_size: int, root: Path, kinds: Sequence[str], setti
         for kind in kinds:
             student = build_student("megatron", root / kind, rank, world_size, **settings)
             classes = {type(module).__name__ for _, module in student.model.named_modules()}
-            assert ("GroupedExperts" in classes) == (fused and kind == "qwen3_moe")
+            assert ("GroupedExperts" in classes) == (fused and kind == "qwen3_moe" and not on_cuda())  # 16 bits there
             assert any(name.startswith("Fused") for name in classes) == fused
             assert student.model.config.bias_activation_fusion == student.model.config.apply_rope_fusion == fused
             params = dict(student.model.named_params())

@@ -152,13 +152,15 @@ def test_gradients_are_reduced_in_the_backward_pass_across_nodes(
 
 
 def test_tensor_parallel_ranks_have_one_hardware_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if collectives wait for products on CUDA, another run gets the variable, or a user's value is replaced."""
+    """Fails if collectives wait for products on CUDA, another run has a variable, or actor.compile=on has no effect."""
     split = load_config(QUICKSTART, ["actor.tp=2", "trainer.n_gpus_per_node=2"])
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert actor_env(split, False) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert actor_env(split, True) == actor_env(load_config(QUICKSTART), False) == {}
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert actor_env(split, False) == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    compiled = load_config(QUICKSTART, ["actor.strategy=fsdp2", "actor.compile=on"])
+    assert actor_env(compiled, True) == {"TORCHDYNAMO_DISABLE": "0"}
 
 
 def test_transformer_engine_that_cannot_be_used() -> None:

@@ -60,8 +60,8 @@ def compile_layers(root: LossModel, *, must: bool, packing: bool, dtype: torch.d
     why = "" if modules else "no layer has a part without loops that depend on data"
     if root.columns.group is not None:
         why = "ranks exchange columns in the attention (actor.cp)"
-    if torch._dynamo.config.disable:
-        why = "TORCHDYNAMO_DISABLE is set, with which torch.compile returns its argument"
+    if torch.compile(_norm) is _norm:
+        why = "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, with which torch.compile returns its argument"
     failures: list[str] = []
     compiled_forward: list[Any] = []
     if not why:
