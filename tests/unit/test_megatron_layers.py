@@ -152,7 +152,7 @@ def test_gradients_are_reduced_in_the_backward_pass_across_nodes(
 
 
 def test_tensor_parallel_ranks_have_one_hardware_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if collectives wait for products on CUDA, another run has a variable, or actor.compile=on has no effect."""
+    """Fails if collectives wait for products on CUDA, a user's value is lost, or compile=on has no effect."""
     split = load_config(QUICKSTART, ["actor.tp=2", "trainer.n_gpus_per_node=2"])
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert actor_env(split, False) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
