@@ -53,8 +53,7 @@ def resume_command(arguments: Sequence[str]) -> str:
         arguments: of the command that was interrupted.
     """
     kept = [word for word in arguments if not word.startswith("trainer.resume=")]
-    typed = os.environ.get(COMMAND_ENV)
-    command = shlex.split(typed) if typed else [*gkd_words(), "train"]
+    command = shlex.split(os.environ.get(COMMAND_ENV, "")) or [*gkd_words(), "train"]
     return shlex.join([*command, *kept, "trainer.resume=auto"])
 
 
@@ -97,9 +96,9 @@ def write_card(out: Path, root: Path, config: Config, state: RunState, step: int
         "version of gkd": metadata.version("gkd"),
     }
     if (root / ENVIRONMENT).exists():
-        start = (root / ENVIRONMENT).read_text().partition("\n")[0]
-        rows["command"] = shlex.join(json.loads(start)["command"])
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [distillation, gkd]", "---"]
+        rows["command"] = shlex.join(json.loads((root / ENVIRONMENT).read_text().partition("\n")[0])["command"])
+    task = "image-text-to-text" if config.data.images_key else "text-generation"
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [distillation, gkd]", "---"]
     lines += [f"# {root.absolute().name}, step {step}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {text.replace('|', '&#124;')} |" for name, text in rows.items()]
     with naming(out):

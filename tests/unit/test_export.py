@@ -88,12 +88,12 @@ def test_the_card_says_what_the_student_was_made_of(run: Path) -> None:
     words = '["/x/python", "-m", "gkd.main_gkd", "--config", "a b.yaml"]'
     (run / "environment.jsonl").write_text(f'{{"command": {words}}}\n{{"command": ["resumed"]}}\n')
     (run / "teacher.json").write_text('{"name": "t", "routes": {"a": {"name": "t"}, "b": {"name": "u"}}}')
-    losses = "distill.losses=[{name: jsd, weight: 0.5}, {name: k1}]"
-    config = make(run.parent / "other", World(), losses, "model.path=org/name@abc").config
+    values = ("distill.losses=[{name: jsd, weight: 0.5}, {name: k1}]", "data.images_key=pictures")
+    config = make(run.parent / "other", World(), *values, "model.path=org/name@abc").config
     write_card(run / "export", run, config, RunState(6), 4)
     text = (run / "export" / "README.md").read_text()
     assert "# run, step 4" in text and "| base model | org/name@abc |" in text and "| teacher | t, u |" in text
-    assert "| loss | 0.5 jsd + k1 |" in text
+    assert "| loss | 0.5 jsd + k1 |" in text and "\npipeline_tag: image-text-to-text\n" in text
     assert "| command | /x/python -m gkd.main_gkd --config 'a b.yaml' |" in text
 
 
