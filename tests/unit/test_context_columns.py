@@ -23,6 +23,7 @@ from gkd.types import MicroBatch, ScoredChunk
 from tests.refusals import refuses
 from tests.rollout_chunks import chunk_of
 from tests.unit.test_batching import make_rollout, make_scores
+from tests.unit.test_gpu_examples import MODELS
 
 
 def of_rank(rank: int, cp: int, multiple: int = 1) -> Columns:
@@ -71,14 +72,8 @@ def test_heads_that_cannot_be_shared_are_refused(cp: int, heads: int, kv_heads: 
     check_context_split(2, [heads], [kv_heads])
 
 
-QWEN3_8B = {
-    **{"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
-}
-QWEN3_30B_A3B = QWEN3_8B | {
-    **{"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4},
-    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-}
+QWEN3_8B = MODELS["Qwen3-8B"]
+QWEN3_30B_A3B = MODELS["Qwen3-30B-A3B-Instruct-2507"]
 
 
 def test_the_length_at_which_attention_equals_the_linear_layers() -> None:
