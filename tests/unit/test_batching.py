@@ -324,10 +324,7 @@ def test_scores_of_a_server_are_checked_for_shape_alone() -> None:
         table = getattr(nan, SIGNAL_FIELDS[cast(Signal, signal)])
         (table.logprobs if signal == "topk" else table)[1] = np.nan
     checked([make_scores(valid), nan], signals=ALL)
-    good = make_scores(other)
-    shorter = replace(good, topk=good.topk.rows(slice(1)))
-    for field in ("sampled_logprobs", "logits", "hidden"):
-        shorter = replace(shorter, **{field: getattr(good, field)[:1]})
+    shorter = make_scores(make_rollout(3, 2, 1))
     for signal in ALL:
         for bad in (shorter, TeacherScores()):
             with pytest.raises(TeacherError, match="rank 3: prompt 3, sample 2"):

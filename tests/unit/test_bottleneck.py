@@ -11,10 +11,6 @@ from gkd.types import ScoredChunk, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of
 
 
-def scored(n: int, dp_rank: int) -> ScoredChunk:
-    return ScoredChunk(chunk_of(range(n), 3, n_prompt=2, dp_rank=dp_rank), None, None, 8)
-
-
 def numbers(rollout_s: float, teacher_s: float, train_s: float, step_s: float) -> dict[str, float]:
     times = {"rollout": rollout_s, "teacher": teacher_s, "train": train_s, "weight_sync": 0.1, "step": step_s}
     return {f"time/{name}_s": seconds for name, seconds in times.items()}
@@ -80,5 +76,6 @@ def test_the_time_of_an_engine_is_that_of_its_passes() -> None:
 
 def test_group_tokens_max_is_the_largest_group() -> None:
     """Fails if perf/group_tokens_max is not the token count of the slowest data-parallel group."""
-    batch = [scored(2, 0), scored(1, 1), scored(2, 1)]
+    chunks = [chunk_of(range(n), 3, n_prompt=2, dp_rank=rank) for n, rank in ((2, 0), (1, 1), (2, 1))]
+    batch = [ScoredChunk(chunk, None, None, 8) for chunk in chunks]
     assert step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), version=0)["perf/group_tokens_max"] == 15

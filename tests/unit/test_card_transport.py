@@ -111,11 +111,6 @@ def test_each_rank_sends_to_the_worker_on_its_card() -> None:
 SHARED = (0, b"\x01\xff" * 33, 512, 1024, b"/torch_1_2_3", 7, b"\x00" * 64, True)  # as torch describes a storage
 
 
-def opened_by(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
-    """Let torch open the memory of another process on a card by calling a function."""
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", function)
-
-
 def test_a_handle_survives_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a part of torch's handle is lost or its type changed, or it needs more room than there is."""
     found: list[Any] = []
@@ -127,7 +122,7 @@ def test_a_handle_survives_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(args)
         return torch.arange(8, dtype=torch.uint8).untyped_storage()
 
-    opened_by(monkeypatch, new_shared)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     buffer = torch.zeros(5, dtype=torch.uint8)
     segment.copy_shared(handle.ljust(segment.HANDLE_BYTES), buffer)
@@ -143,7 +138,7 @@ def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch
     memory = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=fails))
     with pytest.raises(WeightSyncError, match=r"weight_sync.transport"):
         segment.shared_handle(memory)  # type: ignore[arg-type]
-    opened_by(monkeypatch, fails)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fails)
     with pytest.raises(WeightSyncError, match=r"weight_sync.transport"):
         segment.copy_shared(b"[1, 2]", torch.zeros(5, dtype=torch.uint8))
 

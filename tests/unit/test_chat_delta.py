@@ -57,10 +57,6 @@ class Case:
         """Return the only end token that can be continued."""
         return str(self.tokenizer.convert_ids_to_tokens(self.delta.end_id))
 
-    @property
-    def end_id(self) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(self.end))
-
 
 @cache
 def case(name: str, real: bool = False) -> Case:
@@ -128,13 +124,6 @@ def test_no_template_unknown_variables_and_other_end_tokens_are_refused() -> Non
     made.chat_template = None
     with refuses(*SETTING):
         make(family, made)
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_only_the_end_token_of_the_template_is_followed(name: str) -> None:
-    """Fails if an observation stands behind a token that the template does not write there, such as <|eom_id|>."""
-    found = case(name)
-    assert found.end in found.render([said("user", "a"), said("assistant", "b"), said("user", "c")])
 
 
 def test_the_environment_reads_the_turn_without_its_end_token() -> None:
@@ -238,15 +227,12 @@ def test_characters_that_become_a_special_token_are_refused() -> None:
     [
         [],
         [said("assistant", "x")],
-        [said("", "x")],
         [said(["tool"], "x")],
         [said("tool", None)],
-        [said("tool", [{"type": "text", "text": "x"}])],
         [said("tool", "x"), said("tool", b"x")],
         [said("tool", "\ud83d")],
         [{"content": "x"}],
         [{**said("tool", "x"), "tool_call_id": "1"}],
-        [{**said("user", "x"), "tool_calls": []}],
         [None],
         None,
         "x",
@@ -256,14 +242,6 @@ def test_what_is_no_observation_is_refused(messages: Any) -> None:
     """Fails if a mistake of an environment reaches the student, or raises an error that ends the run."""
     with pytest.raises(DataError):
         case("smollm2").delta.ids(messages)
-
-
-@pytest.mark.parametrize("name", ["gemma", "phi3", "deepseek", "mistral"])
-def test_a_role_that_the_template_does_not_write_is_refused(name: str) -> None:
-    """Fails if the result of a tool is dropped silently, and the student answers what it never read."""
-    (lost,) = {"tool", "user"} - case(name).delta.roles
-    with pytest.raises(DataError):
-        case(name).delta.ids([said(lost, "4")])
 
 
 def test_several_messages_are_proven_before_they_are_used() -> None:
@@ -366,11 +344,11 @@ def check(name: str, n: int, seed: int, real: bool = False) -> tuple[int, int]:
             told = found.render([*messages, said("assistant", "Zebra."), *observed])
             behind = told.rpartition("Zebra.")[2].lstrip()
             assert behind.startswith(found.end)
-            assert found.encode(behind) == [found.end_id, *delta], (messages, observed)
-            generated = [*sampled(found, turn, rng), found.end_id]
+            assert found.encode(behind) == [found.delta.end_id, *delta], (messages, observed)
+            generated = [*sampled(found, turn, rng), found.delta.end_id]
             assert family.rstrip or found.delta.text(np.asarray(generated, dtype=np.int32)) == turn
             ids += [*generated, *delta]
-            canonical += [*found.inside(turn), found.end_id, *delta]
+            canonical += [*found.inside(turn), found.delta.end_id, *delta]
             messages += [said("assistant", family.opened + turn), *observed]
             turns.append((kind, roles))
         kept = not any(

@@ -22,18 +22,10 @@ from gkd.types import FileDigest
 from tests.unit.checkpoint_files import FILES, check_actor, commit, written
 from tests.unit.kills import in_child, kill_at
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
-
-
-@pytest.fixture
-def logged(gkd_log: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """Return a function that returns the store's log."""
-    return lambda: gkd_log.text
 
 
 def steps(store: CheckpointStore) -> list[int | None]:
@@ -127,7 +119,7 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize("name", ["actor/rank_1/weights", "trainer.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
-    store: CheckpointStore, logged: Callable[[], str], name: str, damage: Callable[[Path], None]
+    store: CheckpointStore, gkd_log: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     """Fails if a resume loads corrupted bytes, ignores the previous checkpoint, or does not log the cause."""
     commit(store, 1)
@@ -137,7 +129,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
         assert newest_step(store) == 2, "the last byte is a newline"
         cut(folder / name)
     assert newest_step(store) == 1
-    assert f"{folder}: {name} " in logged()
+    assert f"{folder}: {name} " in gkd_log.text
 
 
 def test_every_flipped_bit_of_the_manifest_is_detected(store: CheckpointStore) -> None:
@@ -174,23 +166,27 @@ def test_a_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("pointer", ["", "step_00000002", "\0" * 14])
-def test_a_corrupted_latest_file_is_recovered(store: CheckpointStore, logged: Callable[[], str], pointer: str) -> None:
+def test_a_corrupted_latest_file_is_recovered(
+    store: CheckpointStore, gkd_log: pytest.LogCaptureFixture, pointer: str
+) -> None:
     """Fails if a corrupted `latest` file loses a checkpoint: the folders have the same information."""
     commit(store, 1)
     folder = commit(store, 2)
     (store.root / "latest").write_text(pointer)
     assert store.newest() == folder
-    assert "checkpoints/latest " in logged()
+    assert "checkpoints/latest " in gkd_log.text
     store.rewind_to(folder)
     assert (store.root / "latest").read_text() == "step_00000002\n"
 
 
-def test_a_lost_latest_file_is_told_from_a_killed_first_save(store: CheckpointStore, logged: Callable[[], str]) -> None:
+def test_a_lost_latest_file_is_told_from_a_killed_first_save(
+    store: CheckpointStore, gkd_log: pytest.LogCaptureFixture
+) -> None:
     """Fails if an uncommitted folder is used, or a deleted `latest` file makes a run start at step 0."""
     commit(store, 1)
     (store.root / "latest").unlink()
     assert store.newest() is None
-    assert "step_00000001" in logged()
+    assert "step_00000001" in gkd_log.text
     commit(store, 1)
     commit(store, 2)
     (store.root / "latest").unlink()
@@ -345,17 +341,6 @@ def test_a_commit_needs_a_begun_save_of_a_newer_step(store: CheckpointStore) -> 
     assert newest_step(store) == 3
 
 
-def failing(method: Callable[..., object], error: int, name: str) -> Callable[..., object]:
-    """Return this method of Path with an injected error number for files called `name`."""
-
-    def replacement(path: Path, *args: object, **kwargs: object) -> object:
-        if path.name == name:
-            raise OSError(error, os.strerror(error), str(path))
-        return method(path, *args, **kwargs)
-
-    return replacement
-
-
 @pytest.mark.parametrize(("method", "name"), [("open", "common.pt"), ("stat", "common.pt"), ("open", "manifest.json")])
 def test_an_io_error_is_not_damage(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str, name: str
@@ -363,8 +348,15 @@ def test_an_io_error_is_not_damage(
     """Fails if a temporary I/O error makes a run fall back, so that its next save deletes the newest checkpoint."""
     commit(store, 1)
     commit(store, 2)
+    real = getattr(Path, method)
+
+    def failing(path: Path, *args: object, **kwargs: object) -> object:
+        if path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *args, **kwargs)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Path, method, failing(getattr(Path, method), errno.EIO, name))
+        patch.setattr(Path, method, failing)
         with pytest.raises(CheckpointError, match=f"{name}.*{os.strerror(errno.EIO)}") as caught:
             store.newest()
         assert not isinstance(caught.value, DamagedCheckpoint)

@@ -59,18 +59,14 @@ def _differs(a: Any, b: Any) -> bool:
     return bool(a != b)
 
 
-@given(LENGTHS, st.booleans(), st.sampled_from([None, 3]))
-def test_rollouts_arrive_as_they_were_sent(lengths: list[int], on_policy: bool, n_ids: int | None) -> None:
-    """Otherwise ranks train on tokens of another sequence, or the teacher scores them."""
-    sent = [_rollout(i, n, on_policy=on_policy, n_ids=n_ids) for i, n in enumerate(lengths)]
-    assert not _differs(_sent(sent)[0], ColumnList(sent))
-
-
-@given(LENGTHS, st.integers(1, 4), st.booleans())
-def test_scores_arrive_as_they_were_sent(lengths: list[int], k: int, counts: bool) -> None:
-    """Otherwise a sequence is trained towards the scores of another."""
-    sent = [_scores(n, k, counts=counts) for n in lengths]
-    assert not _differs(_sent(sent)[0], ColumnList(sent))
+@given(LENGTHS, st.integers(1, 4), st.booleans(), st.sampled_from([None, 3]))
+def test_rollouts_and_scores_arrive_as_they_were_sent(
+    lengths: list[int], k: int, flag: bool, n_ids: int | None
+) -> None:
+    """Fails if tokens, or the scores towards which they are trained, become those of another sequence."""
+    rollouts = [_rollout(i, n, on_policy=flag, n_ids=n_ids) for i, n in enumerate(lengths)]
+    for sent in (rollouts, [_scores(n, k, counts=flag) for n in lengths]):
+        assert not _differs(_sent(sent)[0], ColumnList(sent))
 
 
 def test_columns_that_do_not_fit_together_stay_apart() -> None:

@@ -25,7 +25,7 @@ from tests.unit import chat_templates as byte_level
 from tests.vision_models import picture, save_vision_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer() -> Any:
     """Return a small real tokenizer with one token per character."""
     vocab = {c: i for i, c in enumerate("abcdefghij <>")}
@@ -98,13 +98,15 @@ def test_a_long_prompt_is_an_error_by_default(tmp_path: Path, tokenizer: Any) ->
 
 
 def test_invalid_files_are_refused_with_their_key(tmp_path: Path, tokenizer: Any) -> None:
-    """Fails if a wrong path or column raises an unspecific error."""
+    """Fails if a wrong path, encoding or column raises an unspecific error, or is accepted."""
     empty = jsonl(tmp_path / "empty.jsonl", [])
     text = tmp_path / "p.txt"
     text.write_text("abc")
     broken = tmp_path / "b.parquet"
     broken.write_text("abc")
-    for file in ("absent.jsonl", empty, str(text), str(broken)):
+    not_utf8 = tmp_path / "u.jsonl"
+    not_utf8.write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    for file in ("absent.jsonl", empty, str(text), str(broken), str(not_utf8)):
         with pytest.raises(ConfigError, match=Path(file).name) as caught:
             load([file], tokenizer)
         assert caught.value.key == "data.train_files"
@@ -163,10 +165,7 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
     load([rows(prompt="ab", system="cd")], tokenizer, answer_key="system")
     own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}{% endfor %}>"
-    try:
-        load([rows(prompt=own, system="a", tools="[1]")], tokenizer)
-    finally:
-        tokenizer.chat_template = None
+    load([rows(prompt=own, system="a", tools="[1]")], tokenizer)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -177,15 +176,6 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, tokenizer: Any) -> 
         load([str(file)], tokenizer)
     pq.write_table(pa.Table.from_arrays([*columns, columns[0]], names=["prompt", "x", "x"]), file)
     assert load([str(file)], tokenizer)[0][0].token_ids.tolist() == [0, 1]
-
-
-def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    """Fails if a file with a wrong encoding is accepted."""
-    file = tmp_path / "p.jsonl"
-    file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(ConfigError) as caught:
-        load([str(file)], tokenizer)
-    assert caught.value.value == str(file) and isinstance(caught.value.__cause__, UnicodeDecodeError)
 
 
 def test_the_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path, tokenizer: Any) -> None:
@@ -199,16 +189,12 @@ def test_the_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path, t
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
-    try:
-        templated = [11, 0, 1, 12]
-        for source in (file, messages):
-            assert load([source], tokenizer)[0][0].token_ids.tolist() == templated
-        assert load([file], tokenizer, chat_template="never")[0][0].token_ids.tolist() == [0, 1]
-        with refuses("data.chat_template") as caught:
-            load([messages], tokenizer, chat_template="never")
-        assert "auto" in caught.value.fix
-    finally:
-        tokenizer.chat_template = None
+    for source in (file, messages):
+        assert load([source], tokenizer)[0][0].token_ids.tolist() == [11, 0, 1, 12]
+    assert load([file], tokenizer, chat_template="never")[0][0].token_ids.tolist() == [0, 1]
+    with refuses("data.chat_template") as caught:
+        load([messages], tokenizer, chat_template="never")
+    assert "auto" in caught.value.fix
 
 
 def test_a_folder_without_tokenizer_names_the_key(tmp_path: Path) -> None:

@@ -24,14 +24,13 @@ from gkd.run.open import open_run_folder
 from tests.refusals import refuses
 from tests.unit.checkpoint_files import written
 
-ROOT = Path(__file__).parents[2]
 ROWS = '{"prompt": "a"}\n{"prompt": "b"}\n'
 
 
-def start(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], RunFolder]:
-    """Return the description of a start, and its run folder."""
+def start(tmp_path: Path, *overrides: str, rows: str = ROWS) -> tuple[dict[str, Any], RunFolder]:
+    """Return the description of a start with these training rows, and its run folder."""
     data = tmp_path / "train.jsonl"
-    data.write_text(ROWS)
+    data.write_text(rows)
     settings = [f"data.train_files=[{data}]", "model.path=m", f"trainer.run_dir={tmp_path / 'run'}", *overrides]
     config = load_config(None, settings)
     files = describe_files(config.data)
@@ -74,23 +73,20 @@ def test_each_start_is_a_line(tmp_path: Path) -> None:
         folder.add_start(facts)
 
 
-def of_run(tmp_path: Path, *overrides: str) -> RunFolder:
-    """Start a run with training and held-out rows, and return its folder, as a first step leaves it."""
-    (tmp_path / "val.jsonl").write_text(ROWS)
-    facts, folder = start(tmp_path, f"data.val_files=[{tmp_path / 'val.jsonl'}]", *overrides)
+def resume(tmp_path: Path, rows: str, *overrides: str) -> RunFolder:
+    """Start or resume a run with these training rows and held-out ones. The start is refused, or recorded."""
+    held_out = f"data.val_files=[{tmp_path / 'val.jsonl'}]"
+    facts, folder = start(tmp_path, held_out, "trainer.resume=auto", *overrides, rows=rows)
     folder.add_start(facts)
-    folder.metrics_file.write_text("{}\n")
     return folder
 
 
-def resume(tmp_path: Path, rows: str, *overrides: str) -> None:
-    """Resume this run with these training rows. The start is refused, or recorded."""
-    (tmp_path / "train.jsonl").write_text(rows)
-    settings = [f"data.train_files=[{tmp_path / 'train.jsonl'}]", f"data.val_files=[{tmp_path / 'val.jsonl'}]"]
-    settings += ["model.path=m", f"trainer.run_dir={tmp_path / 'run'}", "trainer.resume=auto", *overrides]
-    config = load_config(None, settings)
-    files = describe_files(config.data)
-    open_run_folder(config, {"name": "t", "fingerprint": "f"}, files).add_start({"data": files})
+def of_run(tmp_path: Path) -> RunFolder:
+    """Start a run, and return its folder, as a first step leaves it."""
+    (tmp_path / "val.jsonl").write_text(ROWS)
+    folder = resume(tmp_path, ROWS)
+    folder.metrics_file.write_text("{}\n")
+    return folder
 
 
 @pytest.mark.parametrize("rows", ['{"prompt": "b"}\n{"prompt": "a"}\n', ROWS + ROWS, ROWS.replace("a", "c")])

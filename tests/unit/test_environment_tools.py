@@ -211,12 +211,9 @@ class JudgedEnvironment(TrlEnvironment):
     prompt_has_observation = True
 
 
-HERE = __name__
-
-
 def test_environments_of_trl() -> None:
     """Fails if a class for TRL's trainers has other tools, other results or another reward here."""
-    assert import_environment(f"{HERE}:CounterEnvironment") is CounterEnvironment
+    assert import_environment(f"{__name__}:CounterEnvironment") is CounterEnvironment
     assert [tool["function"]["name"] for tool in CounterEnvironment.tools] == ["increment", "read"]
     turns = [CALL.format("increment", '{"by": 3}'), CALL.format("read", "{}") + CALL.format("reset", "{}"), "done"]
     for _ in range(2):

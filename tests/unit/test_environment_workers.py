@@ -151,10 +151,8 @@ def test_ends_and_aborts(shared: Environments, tmp_path: Path) -> None:
     for argument in ("nan", "text"):
         assert "reward" in ask(shared, f"over {argument}").error
     assert "close" in ask(shared, "over", 5, closed=str(tmp_path / "no" / "folder")).error
-    deadline_s = time.monotonic() + LIMIT_S
-    while sorted(Path(closed).read_text().split()) != ["0", "1", "2", "3"]:
-        assert time.monotonic() < deadline_s
-        ask(shared, "over", 6)
+    wait_until(lambda: ask(shared, "over", 6) and Path(closed).read_text().count("\n") == 4, LIMIT_S, "the last close")
+    assert sorted(Path(closed).read_text().split()) == ["0", "1", "2", "3"]
     assert shared.n_open == 0
 
 
@@ -227,9 +225,7 @@ def test_code_that_blocks_its_process_is_ended(environments: Callable[..., Envir
     if text != "block_threads":
         assert gone(int(content(first)))
     else:  # its own step is canceled first; the process ends because no thread is left
-        deadline_s = time.monotonic() + LIMIT_S
-        while ask(pool, "count", 3).messages:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: not ask(pool, "count", 3).messages, LIMIT_S, "the end of the process")
     assert ask(pool, "count", 1).error  # it was open when its process ended: its next call has the error
     assert content(ask(pool, "count", 4)).split()[1] == "1"
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.memory.footprint.fit import check
 from tests.bench.bench_footprint import predicted_again
 from tests.footprint_case import Case, predict
-from tests.unit.test_footprint import GIB, QWEN25_15B, ranks_of
+from tests.unit.test_footprint import GIB, QWEN25_15B, SIZES, ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -45,22 +46,13 @@ def test_recorded_peaks_of_the_cuda_allocator(row: list[Any], tmp_path: Path) ->
         assert found.parts["activations"] == pytest.approx(saved, rel=0.05), "not hidden behind another term"
 
 
-TINY: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 258,
-}
-MODELS = {"gsm8k_qwen2.5_1.5b": QWEN25_15B}  # the others train the quickstart's model
-
-
 @pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "configs").glob("*.yaml")))
-def test_the_shipped_settings_fit(name: str) -> None:
-    """Fails if a user's first run of an example may end out of memory on a common card."""
+def test_the_shipped_settings_are_valid_and_fit(name: str) -> None:
+    """Fails if a shipped config is invalid, or a user's first run of one may end out of memory on a common card."""
     config = load_config(ROOT / "configs" / f"{name}.yaml")
+    check_config(config)
+    # The others train the quickstart's model, which is as small.
+    sizes = QWEN25_15B if name == "gsm8k_qwen2.5_1.5b" else {"model_type": "qwen2", **SIZES}
     gpu_bytes = round(79.1 * GIB)  # what torch reports of an H100
     if config.trainer.device != "cpu":
-        assert check(ranks_of(config, MODELS.get(name, TINY), gpu_bytes=gpu_bytes), gpu_bytes, config) == []
+        assert check(ranks_of(config, sizes, gpu_bytes=gpu_bytes), gpu_bytes, config) == []

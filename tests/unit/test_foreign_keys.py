@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from gkd.config.foreign_keys import nearest_keys, old_answer, old_names, suggestion
-from gkd.config.load import load_config, parse_overrides
+from gkd.config.load import load_config
 from gkd.config.schema_sections import all_keys, sections
 from gkd.errors import ConfigError
 from gkd.main_gkd import main
@@ -235,11 +234,3 @@ def test_a_setting_that_is_written_as_a_flag_is_answered(capsys: pytest.CaptureF
         main(["--config", "x.yaml", "--actor.tp=2"])
     answer = capsys.readouterr().err.rpartition("error: ")[2].partition(": ")[2]
     assert caught.value.code == 2 and "actor.tp=2" in answer
-
-
-def test_the_command_line_of_this_system_is_still_read() -> None:
-    """Fails if the check for foreign flags refuses our own command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config")
-    args = parse_overrides(parser, ["--config", "x.yaml", "trainer.run_dir=train.py", "rollout.n=2"])
-    assert (args.config, args.overrides) == ("x.yaml", ["trainer.run_dir=train.py", "rollout.n=2"])

@@ -13,22 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from gkd.actor.common.optim_spec import OptimSpec, clip_factor
+from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.fsdp.model import LossModel, allocate, build_on_meta
-from gkd.actor.fsdp.optim import build_adamw
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import file_parts, match_files
-from gkd.actor.pool import ActorPool
 from gkd.config.schema import Config
 from gkd.config.schema_actor import ActorConfig, LoraConfig
-from gkd.config.schema_sections import DataConfig, ModelConfig, TrainerConfig
+from gkd.config.schema_sections import DataConfig, ModelConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split
 from gkd.hf.model_folder import check_engines, open_tensors, read_model_folder, tensor_shapes, weights_digest
@@ -171,17 +168,11 @@ def test_models_that_read_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         HfEngine(EngineSettings(model=str(tmp_path), max_tokens=8), dtype="float32", device="cpu")
 
 
-def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> None:
-    """Fails if a soft cap, or a key without effect, is refused."""
-
-    def probe_folder(folder: Path, **changes: Any) -> None:
-        hf = build_on_meta(folder, dtype=torch.float32, packing=False)
-        hf.config.update(changes)
-        probe_on_meta(hf, packing=False, fused=True)
-
-    probe_folder(folders / "gemma2")
-    # A key that the model's code does not read has no effect.
-    probe_folder(qwen3, logits_scaling=8.0, final_logit_softcapping=30.0, logit_scale="inv_sqrt_d_model")
+def test_changes_to_logits_that_a_model_does_not_make_are_accepted(qwen3: Path) -> None:
+    """Fails if a key of config.json is refused that the model's code does not read."""
+    hf = build_on_meta(qwen3, dtype=torch.float32, packing=False)
+    hf.config.update({"logits_scaling": 8.0, "final_logit_softcapping": 30.0, "logit_scale": "inv_sqrt_d_model"})
+    probe_on_meta(hf, packing=False, fused=True)
 
 
 @pytest.mark.parametrize(("kind", "is_fused"), [("qwen3_moe", True), ("olmo2", True), ("gemma2", False)])
@@ -298,27 +289,6 @@ def test_the_digest_distinguishes_models(qwen3: Path, tmp_path: Path) -> None:
     assert weights_digest(tmp_path / "copy") != weights_digest(qwen3)
 
 
-def test_adamw_is_torchs_own() -> None:
-    """Fails if the fused update differs from the plain loop, or decays vectors."""
-    spec = OptimSpec(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad=0.0)
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in ((7, 5), (5,), (3, 4, 2))]
-    ours, plain = ([nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
-    groups = [{"params": [plain[0], plain[2]], "weight_decay": 0.1}, {"params": [plain[1]], "weight_decay": 0.0}]
-    optimizers = [
-        build_adamw(ours, spec),
-        torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False),
-    ]
-    for _ in range(20):
-        for one, two in zip(ours, plain, strict=True):
-            one.grad = torch.randn(one.shape, generator=generator)
-            two.grad = one.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)) <= 1e-6
-    assert float((ours[0] - start[0]).abs().max()) > 1e-2
-
-
 def test_clipping_scales_down_alone() -> None:
     """Fails if a small gradient is enlarged to actor.optim.clip_grad, or 0 does not switch clipping off."""
     assert clip_factor(0.5, 1.0) == 1.0
@@ -338,15 +308,6 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
         with refuses("model.path", text=text):
             check_student(_config(tmp_path))
         shutil.copy(qwen3 / "model.safetensors", tmp_path)
-
-
-def test_all_ranks_export_together() -> None:
-    """Fails if the weight sync calls only some of the ranks that hold shards, which would hang."""
-    ranks = ["rank 0", "rank 1", "rank 2"]  # instead of handles, which are only passed on
-    config = Config(actor=ActorConfig(strategy="fsdp2"), trainer=TrainerConfig(n_gpus_per_node=3))
-    assert ActorPool(ranks, config).exporters() == [ranks]
-    config = config.with_values({"actor.strategy": "megatron"})
-    assert ActorPool(ranks, config).exporters() == [["rank 0"]]
 
 
 def test_tied_weights_are_allocated_in_host_memory_once(tmp_path: Path) -> None:

@@ -108,15 +108,8 @@ def scored(
         for part in parts
     ]
     rows = torch.arange(float(len(logits)))[:, None]
-    found = score_hidden(rows, batch, lambda hidden: logits[hidden[:, 0].long()].clone(), params, logits.shape[1])
-    assert all(isinstance(each, TopKTable) for each in found)
-    fields = ("ids", "logprobs", "tail", "sampled")
-    joined = {
-        name: np.concatenate([getattr(each, name) for each in found])
-        for name in fields
-        if getattr(found[0], name) is not None
-    }
-    return TopKTable(**joined)
+    found: Any = score_hidden(rows, batch, lambda hidden: logits[hidden[:, 0].long()].clone(), params, logits.shape[1])
+    return TopKTable.join(found)
 
 
 def peaked_logits(seed: int = 0) -> torch.Tensor:
