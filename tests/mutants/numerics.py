@@ -41,7 +41,7 @@ sums.clone()
 loss_normaliser_of_one_rank gkd/loss dist/test_loss_parallel.py::test_equals_dense
 dist.all_reduce(message, group=shard.group)
 message.clone()
-loss_gradient_of_the_tail gkd/loss test_loss_gradient.py
+loss_gradient_of_the_tail gkd/loss test_loss_paths.py
 row_grad=grad_sum * rows.tail.exp() - grad_tail
 row_grad=grad_sum * rows.tail.exp()
 loss_padding_has_a_gradient gkd/loss test_loss.py

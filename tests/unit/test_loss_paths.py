@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
-from gkd.config.schema_teacher import LOSS_NAMES
+from gkd.config.loss_spec import DIVERGENCE_NAMES, POLICY_GRADIENT_NAMES, LossSpec, LossTerm
+from gkd.config.schema_teacher import LOSS_NAMES, SFT
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import OWN, TAILS, Batch, N, V, train, written_out
 
@@ -19,26 +21,33 @@ MIXTURE = (
     LossTerm("sft", 0.75),
 )
 SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden", "sampled")
+ONE = {name: (LossTerm(name, 2.0, beta=0.3, alpha=0.2),) for name in (*LOSS_NAMES, OWN)}
 CASES = [
-    *(((LossTerm(name, 2.0, beta=0.3, alpha=0.2),), signal) for name in (*LOSS_NAMES, OWN) for signal in SIGNALS[:3]),
-    *(((LossTerm(name, 2.0),), "sampled") for name in ("k1", "k2", "k3", "sft")),
-    *((MIXTURE, signal) for signal in SIGNALS[:3]),
+    *((LossSpec(terms), signal) for terms in ONE.values() for signal in SIGNALS[:3]),
+    *((LossSpec(ONE[name]), "sampled") for name in (*POLICY_GRADIENT_NAMES, SFT)),
+    *((LossSpec(ONE[name], tail), "topk") for name in (*DIVERGENCE_NAMES, OWN) for tail in TAILS if tail != "bucket"),
+    *((LossSpec(MIXTURE, token_clip=clip), signal) for clip in (0.0, 2.0) for signal in SIGNALS[:3]),
+    (LossSpec(MIXTURE[3:], token_clip=0.8), "sampled"),
 ]
 
 
-def _name(value: object) -> str:
-    return "+".join(term.name for term in value) if isinstance(value, tuple) else str(value)
+def _name(value: LossSpec | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{'+'.join(term.name for term in value.terms)}-{value.tail}-{value.token_clip}"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-@pytest.mark.parametrize(("terms", "signal"), CASES, ids=_name)
-def test_every_path_equals_the_written_out_loss(
-    terms: tuple[LossTerm, ...], signal: Signal, temperature: float
-) -> None:
-    """Fails if a path, a chunk boundary, a padded column or the temperature changes a loss, a report or a gradient."""
-    spec, batch = LossSpec(terms, temperature=temperature), Batch()
+@pytest.mark.parametrize(("spec", "signal"), CASES, ids=_name)
+def test_every_path_equals_the_written_out_loss(spec: LossSpec, signal: Signal, temperature: float) -> None:
+    """Fails if a path, a chunk boundary, a padded column, the tail policy or the temperature changes a loss, a report
+    or a gradient; if distill.token_clip changes a token below it, or one above it has another value or a gradient.
+    """
+    spec, batch = replace(spec, temperature=temperature), Batch()
     hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
     values, scalar = written_out(spec, batch, signal, hidden @ head.T)
+    if spec.token_clip and temperature == 0.7:
+        assert 0 < values["token_clipped"].sum() < N, "the case has both kinds"
     (scalar * 0.3).backward()
     for fused, chunk_rows in ((True, 1), (True, 3), (True, N), (True, 100), (False, 3), (False, 100)):
         loss = batch.loss(spec, signal, chunk_rows)
@@ -47,24 +56,6 @@ def test_every_path_equals_the_written_out_loss(
         torch.testing.assert_close(sums, torch.stack([values[name].sum() for name in loss.report_names]))
         torch.testing.assert_close(grads, [hidden.grad, head.grad])
         assert not grads[1][V:].any()
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_clipped_tokens_are_constants(signal: Signal, fused: bool) -> None:
-    """Fails if distill.token_clip changes a token below it, or one above it has another value or a gradient."""
-    terms = MIXTURE if signal != "sampled" else MIXTURE[3:]
-    clip = 0.8 if signal == "sampled" else 2.0
-    spec, batch = LossSpec(terms, temperature=0.7, token_clip=clip), Batch()
-    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
-    values, scalar = written_out(spec, batch, signal, hidden @ head.T)
-    scalar.backward()
-    assert 0 < values["token_clipped"].sum() < N
-    loss = batch.loss(spec, signal, 3)
-    total, sums, *grads = train(loss, batch, batch.targets(signal, 0.7), fused=fused)
-    torch.testing.assert_close(total, values["total"].sum())
-    torch.testing.assert_close(sums, torch.stack([values[name].sum() for name in loss.report_names]))
-    torch.testing.assert_close(grads, [hidden.grad, head.grad])
 
 
 @pytest.mark.parametrize("signal", SIGNALS[:2])
@@ -78,22 +69,6 @@ def test_a_clipped_infinity_has_no_gradient(signal: Signal) -> None:
     total, _, *grads = train(loss, batch, targets, fused=True)
     assert total.isfinite() and all(grad.isfinite().all() for grad in grads)
     assert not grads[0][0].any() and grads[0][1:].any()
-
-
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("name", (*DIVERGENCE_NAMES, OWN))
-def test_tails_on_every_path(name: str, tail: Tail) -> None:
-    """Fails if value or gradient of the fused head, or of the path from logits, ignore the tail policy."""
-    for temperature, chunk_rows in ((0.7, 1), (1.0, 3), (2.0, 100)):
-        spec, batch = LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature), Batch()
-        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
-        values, scalar = written_out(spec, batch, "topk", hidden @ head.T)
-        (scalar * 0.3).backward()
-        for fused in (True, False):
-            loss, targets = batch.loss(spec, "topk", chunk_rows), batch.targets("topk", temperature)
-            total, _, *grads = train(loss, batch, targets, fused=fused, scale=0.3)
-            torch.testing.assert_close(total, values["total"].sum())
-            torch.testing.assert_close(grads, [hidden.grad, head.grad])
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -46,13 +46,13 @@ def rows(draw: st.DrawFn, largest: float = 6.0) -> Row:
     return Row(torch.tensor(student).double(), torch.tensor(teacher).double(), torch.tensor(ids))
 
 
-def _run(spec: LossSpec, student: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
-    """Return the loss of the token and its gradient in the logits, computed as in training."""
+def _run(spec: LossSpec, student: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of the token, its gradient in the logits, and its report, computed as in training."""
     logits = student[None].clone().requires_grad_()
     signal: Signal = "logits" if targets.topk_ids is None else "topk"
-    total, _ = distill_loss(spec, signal, shard=VocabShard(0, len(student), None)).from_logits(logits, targets)
+    total, sums = distill_loss(spec, signal, shard=VocabShard(0, len(student), None)).from_logits(logits, targets)
     total.backward()
-    return total.detach(), logits.grad[0]
+    return total.detach(), logits.grad[0], sums
 
 
 def _listed(row: Row, ids: Tensor | None = None) -> TokenTargets:
@@ -67,7 +67,7 @@ def _whole(teacher: Tensor) -> TokenTargets:
     return TokenTargets(one, torch.zeros(1, dtype=torch.float64), one == 0, logits=teacher[None].clone())
 
 
-def _same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], atol: float = 1e-10) -> None:
+def _same(a: tuple[Tensor, ...], b: tuple[Tensor, ...], atol: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, atol=atol, rtol=1e-8)
 
 
@@ -77,7 +77,7 @@ def test_a_list_of_everything_is_the_full_vocabulary(row: Row, term: LossTerm, t
     """Fails if the top-k and full-vocabulary paths compute different losses, or an empty tail adds to the loss."""
     spec = LossSpec((term,), tail)
     everything = _listed(row, torch.arange(len(row.student)))
-    _same(_run(spec, row.student, everything), _run(spec, row.student, _whole(row.teacher)), atol=1e-9)
+    _same(_run(spec, row.student, everything)[:2], _run(spec, row.student, _whole(row.teacher))[:2], atol=1e-9)
 
 
 @examples
@@ -92,7 +92,9 @@ def test_a_constant_in_the_logits_changes_nothing(row: Row, term: LossTerm, tail
 @examples
 @given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), n_padding=st.integers(1, 3))
 def test_padding_ids_change_nothing(row: Row, term: LossTerm, tail: Tail, n_padding: int) -> None:
-    """Fails if entries past a row's count (-1, -inf) affect the loss; with a mass target most rows have some."""
+    """Fails if entries past a row's count (-1, -inf) affect the loss, or masses and overlap of the report; with a mass
+    target most rows have some.
+    """
     padding = torch.full((1, n_padding), -1)
     plain = _listed(row)
     ids = torch.cat([plain.topk_ids, padding], dim=1)
@@ -123,7 +125,7 @@ def test_impossible_tokens(row: Row, term: LossTerm, tail: Tail, data: st.DataOb
         logits[sorted(gone)] = -torch.inf
     p, q = row.teacher.softmax(-1), row.student.softmax(-1)
     for targets, of in ((_whole(row.teacher), slice(None)), (_listed(row), row.ids)):
-        value, grad = _run(LossSpec((term,), tail), row.student, targets)
+        value, grad, _ = _run(LossSpec((term,), tail), row.student, targets)
         assert bool(value.isinf()) == _is_infinite(term, q[of], p[of])
         assert not value.isnan()
         if value.isfinite():
@@ -134,7 +136,7 @@ def test_impossible_tokens(row: Row, term: LossTerm, tail: Tail, data: st.DataOb
 def test_an_impossible_token_has_a_finite_gradient(name: str) -> None:
     """Fails if an infinite forward KL has a nan gradient where the gradient, q - p, is finite; skewed by 0, too."""
     teacher, student = torch.zeros(3).double(), torch.tensor([0.0, -torch.inf, 0.0]).double()
-    value, grad = _run(LossSpec((LossTerm(name, alpha=0.0),)), student, _whole(teacher))
+    value, grad, _ = _run(LossSpec((LossTerm(name, alpha=0.0),)), student, _whole(teacher))
     assert float(value) == math.inf
     torch.testing.assert_close(grad, student.softmax(-1) - teacher.softmax(-1))
 

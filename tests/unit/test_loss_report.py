@@ -66,19 +66,15 @@ def test_the_teachers_choices_of_every_token(signal: Signal, fused: bool) -> Non
     torch.testing.assert_close(torch.cat(found), torch.stack([ids.double(), p, q], dim=2))
 
 
-@pytest.mark.parametrize("with_sampled", [True, False])
-def test_the_teachers_probability_of_the_end_tokens_from_a_list(with_sampled: bool) -> None:
+def test_the_teachers_probability_of_the_end_tokens_from_a_list() -> None:
     """Fails if an end token is looked up in another row, or one that the list lacks counts as likely."""
     ids = torch.tensor([[2, 5, -1], [1, 4, -1], [7, 1, 3], [1, 2, 3]])
     log_p = torch.tensor([[0.5, 0.2, 0.0], [0.9, 0.05, 0.0], [0.6, 0.3, 0.1], [0.8, 0.1, 0.1]]).log()
     targets = topk_targets(ids, log_p, torch.tensor([0.3, 0.05, 0.0, 0.0]))
     targets.sampled_ids = torch.tensor([2, 1, 9, 1])
     targets.ends = torch.tensor([False, True, True, False])
-    if with_sampled:
-        targets.sampled_logprobs = torch.tensor([0.5, 0.9, 0.01, 0.8]).log()
     values = topk_losses(LossSpec(), targets, log_p, torch.zeros(4), torch.zeros(4)).values
-    expected = torch.tensor([0.0, 0.9, 0.01 if with_sampled else 0.0, 0.0])
-    torch.testing.assert_close(values["teacher_end_probability"], expected)
+    torch.testing.assert_close(values["teacher_end_probability"], torch.tensor([0.0, 0.9, 0.0, 0.0]))
     assert values["ended"].tolist() == [0, 1, 1, 0]
 
 
@@ -90,18 +86,6 @@ def test_means_of_end_tokens_are_over_end_tokens() -> None:
     assert found["loss/teacher_end_probability"] == 0.75 and "loss/ended" not in found
     assert found["loss/engine_kl"] == 0.75
     assert "loss/teacher_end_probability" not in diagnostics(loss, BatchSums(12, 8, sums | {"ended": 0.0}))
-
-
-def test_padding_ids_are_not_in_the_masses() -> None:
-    """Fails if padding entries past a row's count add to masses or overlap."""
-    ids = torch.tensor([[2, 5, -1], [1, -1, -1]])
-    log_p = torch.tensor([[0.5, 0.2, 0.0], [0.9, 0.0, 0.0]]).log()
-    student = torch.tensor([[0.4, 0.3, 0.3], [0.1, 0.6, 0.3]]).log()
-    targets = topk_targets(ids, log_p, torch.tensor([0.3, 0.1]))
-    values = topk_losses(LossSpec(), targets, student, torch.zeros(2), torch.zeros(2)).values
-    torch.testing.assert_close(values["teacher_topk_mass"], torch.tensor([0.7, 0.9]))
-    torch.testing.assert_close(values["student_topk_mass"], torch.tensor([0.7, 0.1]))
-    torch.testing.assert_close(values["overlap"], torch.tensor([0.6, 0.1]))
 
 
 @pytest.mark.parametrize("signal", ["topk", "logits"])

@@ -38,7 +38,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for kind in ("qwen3", "qwen2_tied"):
+    for kind in ("qwen3", "qwen2_tied", "qwen3_moe"):
         make_hf_folder(root / kind, kind)
     return root
 
@@ -346,25 +346,15 @@ def test_the_fix_is_the_backend_that_takes_the_model(tied: Path, change: dict[st
         check_student(_config(tied))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("students")
-    for kind in ("qwen3", "qwen3_moe", "mistral"):
-        make_hf_folder(root / kind, kind)
-    return root
-
-
 def _four_ranks(folder: Path, **actor: object) -> Config:
-    """Return settings with 4 actor ranks and sequences of up to 32 tokens."""
-    values = {"model.path": str(folder), "trainer.n_gpus_per_node": 4}
-    lengths = {"data.max_prompt_length": 16, "data.max_response_length": 16}
-    return Config().with_values(values | lengths | {f"actor.{key}": value for key, value in actor.items()})
+    """Return settings with 4 actor ranks."""
+    return _config(folder).with_values({"trainer.n_gpus_per_node": 4} | {f"actor.{key}": actor[key] for key in actor})
 
 
-def test_layouts_of_experts(folders: Path) -> None:
+def test_layouts_of_experts(models: Path) -> None:
     """Fails if preflight checks another layout than the one that is built, or accepts an impossible one."""
     for fits in ({}, {"ep": 2}, {"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True}):
-        check_student(_four_ranks(folders / "qwen3_moe", **fits))
+        check_student(_four_ranks(models / "qwen3_moe", **fits))
     for folder, actor, key in (
         ("qwen3_moe", {"ep": 3}, "actor.ep"),  # of four ranks
         ("qwen3_moe", {"ep": 4}, "actor.ep"),  # of six experts
@@ -373,14 +363,14 @@ def test_layouts_of_experts(folders: Path) -> None:
         ("qwen3", {"ep": 2}, "actor.ep"),
     ):
         with refuses(key):
-            check_student(_four_ranks(folders / folder, **actor))
+            check_student(_four_ranks(models / folder, **actor))
 
 
-def test_adapters(folders: Path) -> None:
+def test_adapters(models: Path) -> None:
     """Fails if adapters that a rank would refuse start a run, or layers of experts are left out silently."""
-    check_student(_four_ranks(folders / "qwen3", tp=2, lora=LoraConfig(rank=2)))
+    check_student(_four_ranks(models / "qwen3", tp=2, lora=LoraConfig(rank=2)))
     attention = ["q_proj", "k_proj", "v_proj", "self_attn.o_proj"]
-    check_student(_four_ranks(folders / "qwen3_moe", lora=LoraConfig(rank=2, targets=attention)))
+    check_student(_four_ranks(models / "qwen3_moe", lora=LoraConfig(rank=2, targets=attention)))
     for folder, targets in (
         ("qwen3_moe", ["q_proj", "down_proj"]),
         ("qwen3", ["q_proj", "lm_head"]),
@@ -388,25 +378,25 @@ def test_adapters(folders: Path) -> None:
         ("qwen3", []),
     ):
         with refuses("actor.lora.targets") as caught:
-            check_student(_four_ranks(folders / folder, lora=LoraConfig(rank=2, targets=targets)))
+            check_student(_four_ranks(models / folder, lora=LoraConfig(rank=2, targets=targets)))
         assert "q_proj" in caught.value.fix and "linear_qkv" not in caught.value.fix
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "fsdp2"])
-def test_engines_with_experts_get_merged_weights(folders: Path, strategy: str) -> None:
+def test_engines_with_experts_get_merged_weights(models: Path, strategy: str) -> None:
     """Fails if an engine is started that computes experts with kernels for which weight syncs were never tested."""
     lora = LoraConfig(rank=2, targets=["q_proj"])
     for folder in ("qwen3_moe", "qwen3"):
-        config = _four_ranks(folders / folder, lora=lora, strategy=strategy)
+        config = _four_ranks(models / folder, lora=lora, strategy=strategy)
         check_student(config)
         with refuses("weight_sync.lora") if folder == "qwen3_moe" else nullcontext():
             check_student(config.with_values({"weight_sync.lora": "adapters"}))
 
 
-def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) -> None:
+def test_experts_that_the_engines_cannot_split(models: Path, tmp_path: Path) -> None:
     """Fails if a rollout engine is started that cannot split the experts' columns over its ranks."""
     folder = tmp_path / "narrow"
-    shutil.copytree(folders / "qwen3_moe", folder)
+    shutil.copytree(models / "qwen3_moe", folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         tensors[name] = (tensors[name][:, :23] if "down" in name else tensors[name][:23]).contiguous()

@@ -1,4 +1,7 @@
-"""Where states are between calls: `state_offload_manager`, its metrics, and turns of the pools on shared GPUs."""
+"""Where states are between calls: `state_offload_manager`, its metrics, and what pools on shared GPUs leave out.
+
+Their turns are in test_trainer.py.
+"""
 
 from __future__ import annotations
 
@@ -159,23 +162,10 @@ class Recorded:
         self._calls.append("wait")
 
 
-def sharing(calls: list[str], *settings: str, shared: bool = True) -> GpuSharing:
+def sharing(calls: list[str], *settings: str) -> GpuSharing:
     actor, engines = cast(Any, Recorded("actor", calls)), cast(Any, Recorded("engines", calls))
-    config = load_config(None, [f"trainer.colocate={shared}", *settings])
+    config = load_config(None, ["trainer.colocate=true", *settings])
     return GpuSharing(config, Roles(actor=actor, rollout=engines, scoring=actor, weight_sync=actor))
-
-
-def test_the_actor_reloads_while_the_teacher_scores() -> None:
-    """Fails if a training step waits for a reload that could have overlapped, or the reload's error is lost."""
-    calls: list[str] = []
-    gpus = sharing(calls)
-    with gpus.for_training(new_weights_follow=True):
-        calls.append("score")
-    assert calls == ["offload engines 2", "reload actor early", "score", "wait"]
-    calls.clear()
-    with gpus.for_training():
-        calls.append("evaluate")  # needs the weights alone
-    assert calls == ["offload engines 1", "evaluate"]
 
 
 @pytest.mark.parametrize("setting", ["distill.reference_kl_weight=0.1", "teacher.backend=local"])
@@ -187,31 +177,12 @@ def test_no_early_reload_if_another_model_shares_the_gpus(setting: str) -> None:
     assert "reload actor early" not in calls
 
 
-def test_one_side_offloads_before_the_other_reloads() -> None:
-    """Fails if both models are on a GPU that holds one, or weights are copied although new ones follow."""
-    calls: list[str] = []
-    gpus, m = sharing(calls, "teacher.backend=local"), StepMetrics(1)
-    with gpus.for_rollout(m), m.stage("rollout"):
-        assert calls == ["offload actor 1", "reload engines"]
-        calls.clear()
-    with gpus.for_training():
-        assert calls == ["offload engines 1"]
-        calls.clear()
-    with gpus.for_training(new_weights_follow=True):
-        assert calls == ["offload engines 2"]
-    assert {"time/switch_s", "time/rollout_s"} <= m.times().keys()
-
-
-@pytest.mark.parametrize(("shared", "needed"), [(False, True), (True, False)])
-def test_no_offload_without_shared_gpus_or_generation(shared: bool, needed: bool) -> None:
-    """Fails if disjoint pools, or a replay that generates nothing, pay for switches."""
+def test_no_offload_without_generation() -> None:
+    """Fails if a replay, which generates nothing, pays for switches."""
     calls: list[str] = []
     m = StepMetrics(1)
-    with sharing(calls, shared=shared).for_rollout(m, needed=needed):
+    with sharing(calls).for_rollout(m, needed=False):
         pass
-    if not shared:
-        with sharing(calls, shared=shared).for_training(m, new_weights_follow=True):
-            pass
     assert calls == [] and "time/switch_s" not in m.times()
 
 

@@ -142,18 +142,24 @@ def test_hidden_states_of_a_refreshed_teacher_are_refused(before: int, now: int)
     _check_scores(settings(0, "hidden"), settings(0, "hidden"))
 
 
+UNITS = ("teacher.tokenizer=t", "teacher.signal=units")
+
+
 @pytest.mark.parametrize(
-    ("other", "key"),
+    ("settings", "other", "key"),
     [
-        ("teacher.signal=topk", "teacher.signal"),
-        ("teacher.tokenizer=''", "teacher.tokenizer"),
-        ("teacher.special_tokens={a: b}", "teacher.special_tokens"),
+        (UNITS, "teacher.signal=topk", "teacher.signal"),
+        (UNITS, "teacher.tokenizer=''", "teacher.tokenizer"),
+        (UNITS, "teacher.special_tokens={a: b}", "teacher.special_tokens"),
+        ((), "distill.support=student", "distill.support"),
+        ((), "teacher.prompt_template='{prompt}'", "teacher.prompt_template"),
     ],
 )
-def test_lists_of_other_ids_are_refused(other: str, key: str) -> None:
-    """Fails if recorded units are read as tokens, or the teacher's tokens as the student's."""
-    settings = ["teacher.tokenizer=t", "teacher.signal=units", "trainer.replay=batches"]
-    recorded, now = load_config(None, settings), load_config(None, [*settings, other])
+def test_lists_of_other_ids_or_prompts_are_refused(settings: tuple[str, ...], other: str, key: str) -> None:
+    """Fails if recorded units are read as tokens, the teacher's tokens as the student's, or the ids of one of them as
+    those of the other; or if recorded scores are used for a run whose teacher sees something else.
+    """
+    recorded, now = (load_config(None, ["trainer.replay=batches", *settings, *more]) for more in ((), (other,)))
     _check_scores(recorded, recorded)
     for before, after in ((recorded, now), (now, recorded)):
         with refuses(key):

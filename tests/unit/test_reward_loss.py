@@ -191,29 +191,9 @@ def test_unequal_pass_rates_have_a_mean_of_1() -> None:
 
 
 def test_reward_numbers() -> None:
-    """Fails if the metrics of rewards count dataset responses, mix up functions, or miss prompts without a signal."""
-    functions = "reward.functions=[{path: length, weight: 2.0}, {path: 'my.module:unit', weight: -1.0}]"
-    config = load_config(None, [functions, "rollout.n=3"])
-    values = np.stack([REWARDS, np.ones(9)], axis=1)
-    parts = [[0, 3, 4, 5, 6], [1, 2, 7, 8]]
-    batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part]) for part in parts]
-    numbers = reward_numbers([*batch, chunk([27], None)], config)
-    total = 2 * REWARDS - 1
-    assert numbers == pytest.approx(
-        {
-            "reward/mean": total.mean(),
-            "reward/std": total.std(),
-            "reward/flat_groups": 1 / 3,
-            "reward/undecided": 0,
-            "reward/length/mean": REWARDS.mean(),
-            "reward/unit/mean": 1.0,
-        }
-    )
-    assert reward_numbers([chunk([27], None)], config) == {}
-
-
-def test_unknown_rewards_are_no_part_of_the_metrics() -> None:
-    """Fails if a time-out raises or lowers the reward, or hides that a prompt has no gradient."""
+    """Fails if the metrics of rewards count dataset responses, mix up functions, or miss prompts without a signal; if a
+    time-out raises or lowers the reward, or hides that a prompt has no gradient.
+    """
     config = load_config(
         None, ["reward.functions=[{path: length}, {path: 'my.module:unit', weight: 2.0}]", "rollout.n=3"]
     )
@@ -231,6 +211,7 @@ def test_unknown_rewards_are_no_part_of_the_metrics() -> None:
         "reward/length/mean": -11 / 5,
         "reward/unit/mean": -5,
     }
-    assert reward_numbers(batch, config) == pytest.approx(expected)
+    assert reward_numbers([*batch, chunk([27], None)], config) == pytest.approx(expected)
+    assert reward_numbers([chunk([27], None)], config) == {}
     nothing = reward_numbers([dataclasses.replace(chunk([6, 7], [0.0] * 2), rewards=values[6:8])], config)
     assert np.isnan([nothing["reward/mean"], nothing["reward/std"], nothing["reward/length/mean"]]).all()

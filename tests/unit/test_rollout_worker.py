@@ -128,9 +128,14 @@ def test_the_first_sample_of_each_prompt_is_shown_as_text() -> None:
 
 @pytest.mark.parametrize(("dp_size", "chunk_size"), [(1, 3), (2, 2), (4, 16)])
 def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chunk_size: int) -> None:
-    """Fails if a dataset response goes to another group than a rollout would, or is marked as on-policy."""
+    """Fails if a dataset response goes to another group than a rollout would, is marked as on-policy, or gets the
+    teacher's prompt of another row.
+    """
     prompt_indices = [0, 1, 4, 5, 6, 9]
-    rows = [Prompt(i, np.array([i], np.int32), "42", np.array([1] * i + [3], np.int32)) for i in range(6)]
+    rows = [
+        Prompt(i, np.array([i], np.int32), "42", np.array([1] * i + [3], np.int32), 0, np.arange(i) if i % 2 else None)
+        for i in range(6)
+    ]
     chunks = chunks_of(rows, prompt_indices, n=3, dp_size=dp_size, chunk_size=chunk_size, policy_version=8)
     seen: list[tuple[int, int]] = []
     for rollouts, chunk in chunks:
@@ -144,6 +149,7 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
             assert r.rollout_logprobs.dtype == np.float32
             assert r.rollout_logprobs.tolist() == [0.0] * len(r.response_ids)
             assert r.response_ids.tolist() == rows[r.prompt_id].response_ids.tolist()  # type: ignore[union-attr]
+            assert r.teacher_ids is rows[r.prompt_id].teacher_ids
         seen += [(r.prompt_id, r.sample_index) for r in rollouts]
     assert sorted(seen) == [(i, index * 3) for i, index in enumerate(prompt_indices)]
 
@@ -194,17 +200,21 @@ def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:
 
 
 def test_encoded_prompts_hold_exactly_ids_and_tokens() -> None:
-    """Fails if tokens or indices change in the encoding, or a prompt takes more than its tokens and 24 bytes."""
+    """Fails if tokens, the teacher's prompt or indices change in the encoding, or a prompt takes more than its tokens
+    and 24 bytes.
+    """
     tokens = [np.arange(i, i + n, dtype=np.int32) for i, n in enumerate((3, 1, 400))]
-    sent = [Prompt(i * 10**8, ids, "secret", route=i) for i, ids in enumerate(tokens)]
+    sent = [Prompt(i * 10**8, ids, "secret", ids, i, ids[:2] if i else None) for i, ids in enumerate(tokens)]
     data = encode_prompts(sent, [7, 0, 2**30])
-    assert len(data) <= 3 * 24 + 404 * 4
+    assert len(data) <= 3 * 24 + (404 + 3) * 4
     received, prompt_indices = decode_prompts(data)
     assert prompt_indices == [7, 0, 2**30]
     for prompt, expected in zip(received, sent, strict=True):
         assert (prompt.prompt_id, prompt.route) == (expected.prompt_id, expected.route)
         assert (prompt.answer, prompt.response_ids) == (None, None)
         assert prompt.token_ids.dtype == np.int32 and np.array_equal(prompt.token_ids, expected.token_ids)
+    views = [None if prompt.teacher_ids is None else prompt.teacher_ids.tolist() for prompt in received]
+    assert views == [None, [1], [2, 3]]
     for bad in (b"", data[:20], data[:-4], data + b"abcd", data[1:]):
         with pytest.raises(DataError):
             decode_prompts(bad)

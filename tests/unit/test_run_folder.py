@@ -74,17 +74,6 @@ def test_a_folder_of_another_run_is_refused_or_resumed(tmp_path: Path) -> None:
         open_folder(config(run_dir, "trainer.resume=auto"), fingerprint="other")
 
 
-def test_total_steps_may_change_only_if_the_schedule_allows_it(tmp_path: Path) -> None:
-    """If it fails, a resumed run trains its remaining steps at learning rates of another schedule."""
-    run_dir = tmp_path / "run"
-    settings = ("actor.optim.schedule=cosine", "trainer.resume=auto")
-    open_folder(config(run_dir, *settings))
-    (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
-    open_folder(config(run_dir, *settings))
-    with refuses("trainer.total_steps"):
-        open_folder(config(run_dir, *settings, "trainer.total_steps=9"))
-
-
 def test_two_running_processes_cannot_share_a_folder(tmp_path: Path) -> None:
     """If it fails, two runs of the same command write metrics and checkpoints into one folder."""
     first = open_folder(config(tmp_path / "run"))
@@ -114,6 +103,7 @@ REWARDS = ("reward.functions=[{path: exact_match}]", "distill.reward_weight=1", 
         ((), ("actor.tp=2", "trainer.n_gpus_per_node=2", "cluster.gpus=[0,1,2]", "teacher.fsdp_cpu_offload=false"), ""),
         ((), ("trainer.total_epochs=3",), ""),
         ((), ("trainer.total_epochs=3", "actor.optim.schedule=linear"), "actor.optim.schedule"),
+        (("actor.optim.schedule=cosine",), ("trainer.total_steps=9",), "trainer.total_steps"),
         ((), ("data.system_prompt=Be brief.",), "data.system_prompt"),
         ((), ("rollout.top_k=20",), "rollout.top_k"),
         ((), ("data.seed=2",), "data.seed"),
@@ -174,6 +164,7 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path) -> No
         (path / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match=r"step_00000005.*step_00000004.*step_00000002"):
         open_folder(auto)
+    (tmp_path / "run" / "metrics.jsonl").unlink()  # a checkpoint alone makes it a run
     with refuses("trainer.run_dir"):
         open_folder(config(tmp_path / "run"))
 

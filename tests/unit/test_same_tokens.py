@@ -69,22 +69,25 @@ def _tokenizer(vocab: dict[str, int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "is_here", "n_ids", "words"),
+    ("theirs", "n_rows", "is_here", "n_ids", "words"),
     [
-        (OWN | {"think": 12}, True, 12, ""),
-        (OWN | {"think": 12}, False, 0, "not on this host"),
-        (OWN | {"w1": 2, "w2": 1}, True, 0, r"'w1' \(1 and 2\).*highest ids"),
+        (OWN | {"think": 12}, 16, True, 12, ""),
+        (OWN | {"think": 12}, 16, False, 0, "not on this host"),
+        (OWN | {"w1": 2, "w2": 1}, 16, True, 0, r"'w1' \(1 and 2\).*highest ids"),
+        (OWN, 11, False, 11, ""),  # it is padded to fewer rows than the student
     ],
 )
 def test_a_teacher_with_other_tokens(
-    tmp_path: Path, theirs: dict[str, int], is_here: bool, n_ids: int, words: str
+    tmp_path: Path, theirs: dict[str, int], n_rows: int, is_here: bool, n_ids: int, words: str
 ) -> None:
-    """Fails if one with the same tokens and more is refused, or one is accepted whose tokens have not been compared."""
+    """Fails if one with the same tokens and more is refused, or one is accepted whose tokens have not been compared; or
+    if a student that is padded to more rows than the teacher is refused, or its rows count.
+    """
     tokenizer = _tokenizer(theirs)
     if is_here:
         tokenizer.save_pretrained(tmp_path)
     fingerprint = tokenizer_fingerprint(tokenizer.get_vocab())
-    info = TeacherInfo("t", "m", str(tmp_path), "f", 16, 4, fingerprint, 9999, 1, 1, "hf", "cpu", "float32", True)
+    info = TeacherInfo("t", "m", str(tmp_path), "f", n_rows, 4, fingerprint, 9999, 1, 1, "hf", "cpu", "float32", True)
     config = load_config(None, ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "teacher.topk=2"])
     route = Route("", config.teacher)
     if not words:
@@ -94,11 +97,3 @@ def test_a_teacher_with_other_tokens(
     with pytest.raises(ConfigError, match=words) as caught:
         check_teacher(config, route, info, _tokenizer(OWN), N_ROWS)
     assert caught.value.key == "model.path"
-
-
-def test_a_student_with_more_rows_is_masked() -> None:
-    """Fails if a student that is padded to more rows than the teacher is refused, or its rows count."""
-    fingerprint = tokenizer_fingerprint(OWN)
-    info = TeacherInfo("t", "m", "p", "f", 11, 4, fingerprint, 9999, 1, 1, "hf", "cpu", "float32", True)
-    config = load_config(None, ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "teacher.topk=2"])
-    assert check_teacher(config, Route("", config.teacher), info, _tokenizer(OWN), N_ROWS) == 11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -68,8 +69,6 @@ def sentence_pieces(n: int, *, prefix: bool) -> Any:
 
 def with_spaces(tokenizer: Any) -> Any:
     """Return a SentencePiece tokenizer that has two spaces as a user-defined symbol, as Gemma's has: an added token."""
-    import json
-
     found = json.loads(tokenizer.backend_tokenizer.to_str())
     vocab = found["model"]["vocab"]
     vocab["▁▁"] = 1 + max(vocab.values())
@@ -81,8 +80,6 @@ def with_spaces(tokenizer: Any) -> Any:
 
 def _without_added_bytes(text: str) -> str:
     """Return a tokenizer.json in which the tokens of bytes are pieces of the model alone, as SentencePiece has them."""
-    import json
-
     found = json.loads(text)
     found["added_tokens"] = [token for token in found["added_tokens"] if not token["content"].startswith("<0x")]
     return json.dumps(found)

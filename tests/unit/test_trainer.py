@@ -38,7 +38,8 @@ def test_stages_of_one_step_run_in_order(tmp_path: Path) -> None:
         "saved 2",
         "export",
     ]
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], "time/switch_s" in line) for line in lines] == [(1, False), (2, False)]
 
 
 class SharedGpus(World):
@@ -52,26 +53,24 @@ class SharedGpus(World):
         return self
 
     def wait(self) -> None:
-        """Return at once: the reload has finished."""
+        self.events.append("actor waited for")
 
 
-def test_local_teacher_scores_while_engines_are_offloaded(tmp_path: Path) -> None:
-    """Fails if a local teacher scores while the engines occupy the GPUs, or if scoring and training each offload the
-    engines (an extra copy of weights that the next sync replaces anyway).
+def test_pools_on_shared_gpus_take_turns(tmp_path: Path) -> None:
+    """Fails if both models are on a GPU that holds one, a training step waits for a reload that could have overlapped
+    with the teacher's work, the reload's error is lost, weights are copied although new ones follow, or the duration of
+    switches is not reported.
     """
     world = SharedGpus()
     make(tmp_path, world, "trainer.colocate=true", "trainer.total_steps=1", val=PROMPTS[:1]).fit()
-    last_move: str | None = None
-    calls: list[tuple[str | None, str]] = []
-    for event in world.events:
-        if event.startswith(("engines", "actor offloaded")):
-            last_move = event
-        elif event in ("collect", "train", "evaluate", "greedy", "chunk"):
-            calls.append((last_move, event))
-    generation = [("engines reloaded", "chunk"), ("engines reloaded", "greedy")]
-    validation = [*generation, ("engines offloaded 1", "collect"), ("engines offloaded 1", "evaluate")]
-    step = [("engines reloaded", "chunk")] * 2 + [("engines offloaded 2", "collect"), ("engines offloaded 2", "train")]
-    assert calls == [*validation, *step, *validation]
+    calls = ("engines", "actor", "collect", "train", "evaluate", "greedy", "chunk", "save", "export")
+    to_engines = ["actor offloaded", "engines reloaded"]
+    validation = [*to_engines, "chunk", "greedy", "engines offloaded 1", "collect", "evaluate"]
+    step = ["chunk", "chunk", "engines offloaded 2", "actor reloaded", "collect", "train", "actor waited for"]
+    found = [event for event in world.events if event.startswith(calls)]
+    end = ["engines offloaded 1", "save", "saved 1", "engines offloaded 1", "export"]
+    assert found == [*validation, *to_engines, *step, *validation, *end]
+    assert "time/switch_s" in read_metrics(tmp_path / "run" / "metrics.jsonl")[1]
 
 
 def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Use what this project relies on in torch and vLLM: real groups of fully_shard, and stubs of names."""
+"""Use what this project relies on in torch and vLLM, with stubs of their names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn import functional as F
 
 from gkd.actor.common import attention
@@ -59,59 +55,6 @@ def test_shared_heads_are_announced_to_the_kernel(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     found = attention.causal_attention(q.as_subclass(OnCard), k, v, borders)
     torch.testing.assert_close(found.as_subclass(Tensor), expected, atol=0, rtol=0)
-
-
-class Choice(nn.Module):
-    """Uses one of two layers, as a token uses some of the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: Tensor, broken: bool = False) -> Tensor:
-        y: Tensor = self.a(x)
-        if broken:
-            raise ArithmeticError
-        return y
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Iterator[Choice]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        yield fully_shard(Choice(), mesh=init_device_mesh("cpu", (1,)))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_parameter_without_gradient_is_reduced_as_zeros(sharded: Choice) -> None:
-    """Fails if an unused parameter gets no gradient: ranks that use it would wait in another reduction."""
-    sharded.set_reduce_scatter_unused_params(True, recurse=False)
-    for n_backward in (1, 2):
-        sharded(torch.ones(2, 4)).sum().backward()
-        grads = [param.grad.to_local() for param in (sharded.a.weight, sharded.b.weight)]  # type: ignore[union-attr]
-        assert torch.equal(grads[0], torch.full((4, 4), 2.0 * n_backward)) and not grads[1].any()
-
-
-def test_without_it_an_unused_parameter_has_no_gradient(sharded: Choice) -> None:
-    """Fails if the test above passes whatever the option does."""
-    sharded(torch.ones(2, 4)).sum().backward()
-    assert sharded.b.weight.grad is None
-
-
-def test_a_pass_after_a_failed_one(sharded: Choice) -> None:
-    """Fails if parameters stay gathered after an error, or the next pass has another result."""
-    expected = sharded(torch.ones(2, 4)).detach().clone()
-    with pytest.raises(ArithmeticError):
-        sharded(torch.ones(2, 4), broken=True)
-    assert not any(isinstance(param, DTensor) for param in sharded.parameters())
-    sharded.reset_iter_state()
-    assert all(isinstance(param, DTensor) for param in sharded.parameters())
-    again = sharded(torch.ones(2, 4))
-    assert torch.equal(again, expected)
-    again.sum().backward()
-    assert torch.equal(sharded.a.weight.grad.to_local(), torch.full((4, 4), 2.0))  # type: ignore[union-attr]
 
 
 # vLLM
