@@ -26,6 +26,8 @@ def measure(student: Any, folder: Path) -> dict[str, Any]:
         "coordinates": (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank),
         "megatron_coordinates": tuple(group.rank() for group in (groups.tp, groups.pp, groups.dp, groups.ep)),
     }
+    (logprobs,) = student.compute_logprobs([_every_token(reference.probe)])
+    result["logprobs_diff"] = _max_diff(logprobs, _logprobs(reference))
     original = load_file(folder / "model.safetensors")
     exported = weights(student) if layout.exports else {}
     result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
@@ -62,6 +64,7 @@ def reference_of(folder: Path) -> Reference:
 
 def check(ranks: list[dict[str, Any]], folder: Path) -> None:
     """Check what `measure` found of a folder: forward pass, gradients, training."""
+    assert max(r["logprobs_diff"] for r in ranks) <= 1e-4
     assert all(r["round_trip"] for r in ranks)
     assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
     assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
@@ -82,6 +85,17 @@ def check(ranks: list[dict[str, Any]], folder: Path) -> None:
         assert r["eval_loss"] == pytest.approx(r["losses"][0], abs=1e-6)
         assert r["packed_diff"] <= 1e-6
         assert r["losses"] == ranks[0]["losses"] and r["n_tokens"] == ranks[0]["n_tokens"]
+
+
+def _every_token(tokens: Tensor) -> MicroBatch:
+    """Return a micro-batch of whole sequences whose loss rows are all but the last one of each."""
+    rows = torch.arange(tokens.numel()).view_as(tokens)
+    return MicroBatch(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), rows[:, :-1].flatten(), None)
+
+
+def _logprobs(reference: Reference) -> Tensor:
+    rows = reference.probe_logits[:, :-1].log_softmax(dim=-1)
+    return rows.gather(-1, reference.probe[:, 1:, None]).flatten()
 
 
 def _max_diff(a: Tensor, b: Tensor) -> float:
