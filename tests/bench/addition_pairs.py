@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.quickstart.addition import EOS_TOKEN, PAD_TOKEN, Problem, build_tokenizer, extract_answer
+from examples.quickstart.evaluate import greedy_decode
 from examples.quickstart.pretrain import ModelRecipe, Parts, train_from_scratch
 
 MAX_RESPONSE = 32
@@ -103,24 +103,10 @@ def _worked(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> 
     ]
 
 
-@torch.no_grad()
-def _respond(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of a greedy response to each prompt, with its end-of-sequence token if it ends."""
-    was_training = model.training
-    tokens = tokenizer(list(prompts), return_tensors="pt", padding=True)
-    mask = tokens["attention_mask"]
-    output = model.eval().generate(
-        tokens["input_ids"], attention_mask=mask, max_new_tokens=MAX_RESPONSE, do_sample=False
-    )
-    model.train(was_training)
-    eos = tokenizer.eos_token_id
-    rows = output[:, tokens["input_ids"].shape[1] :].tolist()
-    return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
-
-
 def score(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> tuple[float, float]:
     """Return the greedy accuracy, and the share of responses that end and have an answer."""
-    responses = _respond(model, tokenizer, [problem.prompt for problem in problems])
+    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
+    responses = greedy_decode(model, prompts, MAX_RESPONSE)
     answers = [
         extract_answer(tokenizer.decode(ids[:-1])) if ids[-1] == tokenizer.eos_token_id else None for ids in responses
     ]

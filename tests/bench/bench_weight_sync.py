@@ -29,6 +29,7 @@ from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_children import Child
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.dist.helpers import free_port
+from tests.random_models import save_random
 
 _PARTS = ("qwen25_05b",)
 _SIZES = {
@@ -48,21 +49,6 @@ _AND_KEPT = ", kept for restarts"
 _MEMCPY = "memcpy"
 _TENSORS = "tensor by tensor over gloo"
 _LIMIT_S = 200.0  # of a command
-
-
-def save_model(folder: Path, sizes: dict[str, Any]) -> None:
-    """Write a random Qwen2 in float32."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=128))
-    model = model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.uniform_(-0.02, 0.02)
-    model.tie_weights()
-    model.save_pretrained(folder, max_shard_size="4GB")
 
 
 class Pair:
@@ -133,7 +119,7 @@ def measure(rounds: int, n_gpus: int, *, tiny: bool) -> Part:
     sizes = _SIZES | _TINY if tiny else _SIZES
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         print("making the student", file=sys.stderr, flush=True)
-        save_model(Path(name), sizes)
+        save_random(Path(name), "Qwen2", **sizes, head_dim=64, max_position_embeddings=128)
         print("starting the engine", file=sys.stderr, flush=True)
         pair = Pair(Path(name), n_gpus, stack)
         for number in range(rounds + 1):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gkd.types import TokenTargets
 from tests.bench.command import in_fresh_process
-from tests.bench.loss_memory import PeakMeter
 from tests.bench.loss_variants import head_kl, jsd, topk_kl
+from tests.footprint_case import Meter
 
 TOPK = 64
 _LOSSES: dict[str, Callable[..., Tensor]] = {"topk": topk_kl, "jsd": jsd, "head": head_kl}
@@ -58,14 +58,14 @@ def run(case: Case) -> Measured:
     torch.manual_seed(0)
     if case.kind == "memcpy":
         return _memcpy(case)
-    _pass(replace(case, rows=_BLOCK, vocabulary=1000), PeakMeter())  # starts threads, loads what is loaded lazily
-    return _pass(case, PeakMeter())
+    _pass(replace(case, rows=_BLOCK, vocabulary=1000))  # starts threads, loads what is loaded lazily
+    return _pass(case)
 
 
-def _pass(case: Case, meter: PeakMeter) -> Measured:
+def _pass(case: Case) -> Measured:
     targets = _targets(case)
     if case.kind == "head_gradient":
-        return _head_gradient(case, targets, meter)
+        return _head_gradient(case, targets)
     if case.kind == "head":
         hidden = torch.randn(case.rows, case.hidden)
         inputs = [hidden, _random_rows(case.vocabulary, case.hidden).mul_(3.0 * case.hidden**-0.5)]
@@ -73,32 +73,40 @@ def _pass(case: Case, meter: PeakMeter) -> Measured:
         inputs = [_random_rows(case.rows, case.vocabulary).mul_(3.0)]
     for tensor in inputs:
         tensor.requires_grad_()
-    with meter:
-        start = time.perf_counter()
-        loss = _LOSSES[case.kind](case.variant, *inputs, targets)
-        gradients = torch.autograd.grad(loss, inputs)
-        seconds = time.perf_counter() - start
+    meter = _new_meter()
+    start = time.perf_counter()
+    loss = _LOSSES[case.kind](case.variant, *inputs, targets)
+    gradients = torch.autograd.grad(loss, inputs)
+    seconds = time.perf_counter() - start
+    extra_bytes = meter.peak()
     # A gradient that overwrites its input needs no additional memory.
     own = [g for g, x in zip(gradients, inputs, strict=True) if g.data_ptr() != x.data_ptr()]
-    return Measured(seconds, meter.peak_bytes - sum(g.nbytes for g in own), float(loss.detach()))
+    return Measured(seconds, extra_bytes - sum(g.nbytes for g in own), float(loss.detach()))
 
 
-def _head_gradient(case: Case, targets: TokenTargets, meter: PeakMeter) -> Measured:
+def _new_meter() -> Meter:
+    """Return a meter of the memory from here on, in addition to what is resident now."""
+    meter = Meter(torch.device("cpu"))
+    meter.forget_peak()
+    return meter
+
+
+def _head_gradient(case: Case, targets: TokenTargets) -> Measured:
     """Add the LM head's gradient of a micro-batch to a buffer of gradients."""
     hidden = torch.randn(case.rows, case.hidden).requires_grad_()
     head = _random_rows(case.vocabulary, case.hidden).mul_(3.0 * case.hidden**-0.5).requires_grad_()
     total = torch.full_like(head, 0.5, requires_grad=False)
-    with meter:
-        start = time.perf_counter()
-        if case.variant == "in_place":
-            loss = head_kl("fused", hidden, head.detach(), targets, head_grad_sum=total)
-            (gradient,) = torch.autograd.grad(loss, hidden)
-        else:
-            loss = head_kl("fused", hidden, head, targets)
-            gradient, of_head = torch.autograd.grad(loss, (hidden, head))
-            total += of_head
-        seconds = time.perf_counter() - start
-    return Measured(seconds, meter.peak_bytes - gradient.nbytes, float(loss.detach()))
+    meter = _new_meter()
+    start = time.perf_counter()
+    if case.variant == "in_place":
+        loss = head_kl("fused", hidden, head.detach(), targets, head_grad_sum=total)
+        (gradient,) = torch.autograd.grad(loss, hidden)
+    else:
+        loss = head_kl("fused", hidden, head, targets)
+        gradient, of_head = torch.autograd.grad(loss, (hidden, head))
+        total += of_head
+    seconds = time.perf_counter() - start
+    return Measured(seconds, meter.peak() - gradient.nbytes, float(loss.detach()))
 
 
 def _targets(case: Case) -> TokenTargets:

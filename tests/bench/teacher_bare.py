@@ -20,7 +20,7 @@ from teacher_server.engines.base import TokenSequence, pads
 from teacher_server.wire.worker_protocol import Assignment
 from teacher_server.worker.compute import CREDIT_BATCHES, WorkItem, take_batch
 from teacher_server.worker.open_request import OpenRequest
-from tests.bench.teacher_payloads import make_topk_request
+from tests.service.messages import make_request
 
 VOCAB, K = 32_768, 64
 N_LAYERS, HIDDEN = 4, 256
@@ -128,7 +128,7 @@ def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_token
 def _make_item(rollout: Rollout) -> WorkItem:
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     n_prompt = len(rollout.prompt_ids)
-    request = make_topk_request(tokens, n_prompt, K)
+    request = make_request(tokens, prompt_length=n_prompt, k=K, deadline_s=120.0)
     job = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=1e9)
     return WorkItem(OpenRequest(job, request, bytes(16), 0.0), 0, TokenSequence(tokens, n_prompt))
 

@@ -17,9 +17,8 @@ import zmq
 
 from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import ScoreRequest, as_frame, replies, requests
-from tests.bench.teacher_payloads import make_topk_head, make_topk_request, pack
 from tests.service.harness import connect, random_rollouts, submit
-from tests.service.messages import make_scores
+from tests.service.messages import make_reply, make_request, make_scores
 
 VOCAB, N_PROMPT, N_RESPONSE = 32_768, 40, 300
 N_TOKENS = N_PROMPT + N_RESPONSE
@@ -110,9 +109,10 @@ def _ask_bare(task: Task, sequences: list[Rollout], clock: _Clock) -> None:
 
     def ask() -> None:
         row = tokens[len(sent) % _N_KINDS]
-        request = requests.encode(make_topk_request(row, N_PROMPT, task.k, n_vocab=VOCAB))
+        request = make_request(row, prompt_length=N_PROMPT, k=task.k, n_vocab=VOCAB, deadline_s=120.0)
+        header = requests.encode(request)
         sent.append(time.monotonic())
-        socket.send_multipart([request, as_frame(row)], copy=False)
+        socket.send_multipart([header, as_frame(row)], copy=False)
 
     for _ in range(IN_FLIGHT):
         ask()
@@ -156,7 +156,10 @@ def serve_echo_worker(pipe: Connection, endpoint: str) -> None:
 
 def answer_frames(k: int) -> list[bytes | memoryview]:
     """[header, planes] of one answer."""
-    return pack(make_topk_head(N_RESPONSE, k), make_scores(N_RESPONSE, k, max_id=VOCAB - 1))
+    tokens = np.zeros(N_TOKENS, np.int32)
+    request = make_request(tokens, prompt_length=N_PROMPT, k=k)
+    header, planes = make_reply(request, tokens, make_scores(N_RESPONSE, k, max_id=VOCAB - 1))
+    return [replies.encode(header), *planes]
 
 
 def _sequences(seed: int) -> list[Rollout]:

@@ -117,8 +117,6 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         for name, by_rank in distributions(world_size).items():
             out["scores"][kind, name] = model.score([batch[i] for i in by_rank[rank]], params_of(kind))
         if kind == "qwen3":
-            out["head"] = model.lm_head()
-            out["sizes"] = (model.vocab_size, model.hidden_size, model.max_tokens)
             out["bad"] = _bad_input(model, batch, rank, world_size)
     out["refused"] = [caught(lambda: build(root / "opt", packing=False)), caught(lambda: build(root / "nothing"))]
     out["refreshed"] = _refreshed(root, batch)
@@ -229,13 +227,11 @@ def _refreshed(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
     """Refresh a teacher from `qwen3_other`, in several ways."""
     model, given = build(root / "qwen3"), dict(_tensors(root / "qwen3_other"))
     model.score(batch, PLAIN)
-    addresses = [_address(param) for param in model.model.parameters()]
     for _ in range(2):
         model.refresh(iter(given.items()), EMA)
     out: dict[str, Any] = {"ema": frozen_weights(model)}
     model.refresh(iter(given.items()))
     out |= {"copied": frozen_weights(model), "scores": model.score(batch, PLAIN)}
-    out["in place"] = addresses == [_address(param) for param in model.model.parameters()]
     for kind in ("qwen2_tied", "mixtral"):
         other = build(root / kind)
         other.refresh((name, tensor * 2) for name, tensor in _tensors(root / kind))
@@ -250,11 +246,6 @@ def _refreshed(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
     bad = ([], [*given.items(), (name, given[name])], [(name, given[name][:1])], [("more", given[name])])
     out["stream"] = [caught(lambda b=b: model.refresh(iter(b))) for b in bad]  # type: ignore[misc]
     return out
-
-
-def _address(param: torch.Tensor) -> tuple[str, int]:
-    local = param.to_local()  # type: ignore[attr-defined]
-    return str(local.device), local.data_ptr()
 
 
 def _with_student(backend: str, root: Path, rank: int, world_size: int, batch: Sequence[Rollout]) -> dict[str, Any]:

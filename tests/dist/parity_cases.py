@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from gkd.types import MicroBatch
-from tests.device import rank_device
 from tests.dist.megatron_reference import CLIP, Reference, make_micro_batches
 from tests.dist.student_cases import grads_of, packed, share, step_in_parts, weights
 
@@ -29,8 +26,8 @@ def measure(student: Any, folder: Path) -> dict[str, Any]:
         "coordinates": (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank),
         "megatron_coordinates": tuple(group.rank() for group in (groups.tp, groups.pp, groups.dp, groups.ep)),
     }
-    logits = _logits_of(student, reference.probe)
-    result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
+    (logprobs,) = student.compute_logprobs([_every_token(reference.probe)])
+    result["logprobs_diff"] = _max_diff(logprobs, _logprobs(reference))
     original = load_file(folder / "model.safetensors")
     exported = weights(student) if layout.exports else {}
     result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
@@ -65,25 +62,20 @@ def reference_of(folder: Path) -> Reference:
     return reference
 
 
-def check_forward(ranks: list[dict[str, Any]]) -> None:
-    assert max(r["logits_diff"] for r in ranks) <= 1e-4
+def check(ranks: list[dict[str, Any]], folder: Path) -> None:
+    """Check what `measure` found of a folder: forward pass, gradients, training."""
+    assert max(r["logprobs_diff"] for r in ranks) <= 1e-4
     assert all(r["round_trip"] for r in ranks)
     assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
     assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
-
-
-def check_gradients(ranks: list[dict[str, Any]], folder: Path) -> None:
-    grads = reference_of(folder).grads
+    reference = reference_of(folder)
+    grads = reference.grads
     experts = sorted(float(g.abs().max()) for name, g in grads.items() if ".experts." in name)
     # Otherwise 1e-5 is not a test.
     assert max(float(g.abs().max()) for g in grads.values()) > 0.01
     assert not experts or experts[len(experts) // 3] > 1e-3
     assert max(r["grad_diff"] for r in ranks) <= 1e-5
     assert sorted({name for r in ranks for name in r["grad_names"]}) == sorted(grads)
-
-
-def check_training(ranks: list[dict[str, Any]], folder: Path) -> None:
-    reference = reference_of(folder)
     assert min(reference.grad_norms) > CLIP  # every step is clipped
     assert ranks[0]["teacher_mass"] < 0.95  # the distributions are truncated
     for r in ranks:
@@ -95,29 +87,15 @@ def check_training(ranks: list[dict[str, Any]], folder: Path) -> None:
         assert r["losses"] == ranks[0]["losses"] and r["n_tokens"] == ranks[0]["n_tokens"]
 
 
-@torch.no_grad()
-def _logits_of(student: Any, tokens: Tensor) -> Tensor | None:
-    """Return [B, S, V] float32 logits of [B, S] `tokens` on the last stage, None on the others. Collective."""
-    from gkd.actor.common.step import empty_micro_batch
-    from gkd.actor.megatron.pipeline import _schedule
+def _every_token(tokens: Tensor) -> MicroBatch:
+    """Return a micro-batch of whole sequences whose loss rows are all but the last one of each."""
+    rows = torch.arange(tokens.numel()).view_as(tokens)
+    return MicroBatch(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), rows[:, :-1].flatten(), None)
 
-    model = student.model
-    batch = empty_micro_batch()
-    batch.tokens = tokens.to(rank_device())
 
-    def forward_step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, None]:
-        step_tokens = next(batches).tokens
-        columns, rows = (torch.arange(n, device=rank_device()) for n in (step_tokens.shape[1], step_tokens.numel()))
-        return module(step_tokens, columns.expand_as(step_tokens), rows), None
-
-    shapes = [tokens.shape]
-    outputs = _schedule(student._ddps, model, [batch], shapes, forward_step, forward_only=True)
-    if not model.layout.is_last_stage:
-        return None
-    shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]
-    dist.all_gather(shards, outputs[0].contiguous(), group=model.groups.tp)
-    logits = torch.cat(shards, dim=-1)[:, : model.dims.vocab_size]
-    return logits.view(*tokens.shape, -1).float()
+def _logprobs(reference: Reference) -> Tensor:
+    rows = reference.probe_logits[:, :-1].log_softmax(dim=-1)
+    return rows.gather(-1, reference.probe[:, 1:, None]).flatten()
 
 
 def _max_diff(a: Tensor, b: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Test what is specific to the FSDP2 student: curves, bfloat16, host memory, LoRA, other architectures.
 
-Two ranks against plain single-process training of the same HF model. What this does not prove without GPUs: CUDA
-streams, pinned memory.
+Two ranks against plain single-process training of the same HF model. Parameters that one rank does not use:
+test_vision_student.py. What this does not prove without GPUs: CUDA streams, pinned memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gkd.actor.fsdp.optim import threads_per_rank
 from gkd.config.schema_actor import LoraConfig
-from tests.device import rank_device
 from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
 from tests.dist.helpers import caught, group_of_one, run_ranks
 from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
@@ -64,10 +64,6 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result["bf16"] = losses(build("qwen3_bf16", dtype=torch.bfloat16, lr=BF16_LR), N_CURVE, period=4)
     exported = weights(build("qwen3_bf16", dtype=torch.bfloat16))
     result["bf16_round_trip"] = same_weights(exported, load_file(root / "qwen3_bf16" / "model.safetensors"))
-    offloaded = build("qwen3", cpu_offload=True)
-    offloaded_losses = losses(offloaded, N_SHORT)
-    plain = build("qwen3")
-    result["offload"] = [offloaded_losses == losses(plain, N_SHORT), same_weights(weights(plain), weights(offloaded))]
     for kind, fused in ARCHITECTURES.items():
         student = build(kind, fused_lm_head=fused)
         round_trip = same_weights(weights(student), load_file(root / kind / "model.safetensors"))
@@ -77,61 +73,15 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result["saved"] = same_weights(weights(student), weights(saved))
     old, new = load_file(root / "mixtral" / SINGLE), weights(saved)
     result["experts_moved"] = sum(".experts." in name and not torch.equal(t, old[name]) for name, t in new.items())
-    result["sometimes"] = _measure_unused(root / "qwen3", rank)
     result["lora"] = _measure_lora(build, losses, root)
     result["refused"] = [caught(lambda kind=kind: build(kind)) for kind in ("missing", "cut")]
+    plain = build("qwen3")
     result["bad_batches"] = _measure_bad_batches(plain, rank)
     result["resume"] = in_two(root, rank)
-    result["threads"] = _measure_threads()
+    result["threads"] = threads_per_rank()
     result["after_error"] = _measure_after_error(plain)
     result["reference"] = measure_reference(rank, root, build)
     return result
-
-
-def _measure_threads() -> list[int]:
-    """Return a rank's number of threads: the computed one, the one inside `host_threads`, and the one after it."""
-    from gkd.actor.fsdp.optim import host_threads, threads_per_rank
-
-    with host_threads(3):
-        within = torch.get_num_threads()
-    return [threads_per_rank(), within, torch.get_num_threads()]
-
-
-class _Sometimes(torch.nn.Module):
-    """An MLP that only inputs of more than one token use, like an expert that only some tokens use."""
-
-    def __init__(self, mlp: torch.nn.Module) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mlp(hidden) if hidden.shape[1] > 1 else hidden
-
-
-def _measure_unused(folder: Path, rank: int) -> float:
-    """Return the largest error of any gradient if only rank 0 uses one of the MLPs."""
-    from transformers import AutoModelForCausalLM
-
-    from gkd.actor.fsdp.model import build_on_meta, shard
-    from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
-    from gkd.hf.model_folder import open_tensors
-
-    rows = [torch.tensor([[5, 6, 7]]), torch.tensor([[8]])]
-    hf = build_on_meta(folder, dtype=torch.float32, packing=False)
-    with open_tensors(folder) as tensors:
-        places = match_files(hf, folder, tensors)
-    hf.model.layers[1].mlp = _Sometimes(hf.model.layers[1].mlp)
-    root = shard(hf, device=rank_device(), dtype=torch.float32, recompute=False, offload=False)
-    load_weights(folder, places)
-    own = rows[rank].to(rank_device())
-    root(own, torch.arange(own.shape[1], device=own.device)).square().sum().backward()
-    grads = {name: full_tensor(place.tensor.grad, rank_device()) for name, place in places.items()}
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    plain.model.layers[1].mlp = _Sometimes(plain.model.layers[1].mlp)
-    for row in rows:
-        plain(row).logits.square().sum().backward()
-    expected = {name.replace(".mlp.mlp.", ".mlp."): param.grad for name, param in plain.named_parameters()}
-    return max(float((grads[name].cpu() - expected[name]).abs().max() / expected[name].abs().max()) for name in grads)
 
 
 def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:
@@ -278,11 +228,6 @@ def test_bfloat16(ranks: Any, root: Path) -> None:
     assert reference[0] - reference[-4] > 0.02  # ten times the tolerance, on the same batch
 
 
-def test_host_memory(ranks: Any) -> None:
-    """Fails if training with shards in host memory is not bit-exact."""
-    assert all(rank["offload"] == [True, True] for rank in ranks)
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_any_architecture(ranks: Any, root: Path, kind: str) -> None:
     """Fails if a feature of such a model is dropped: biases, positions, windows, soft caps."""
@@ -339,7 +284,7 @@ def test_lora(ranks: Any, root: Path) -> None:
 
 @pytest.mark.parametrize("pair", SAME_WORLD, ids="-".join)
 def test_resume(ranks: Any, pair: tuple[str, str]) -> None:
-    """Fails if adapters, or shards that were saved on the device and resumed on the host, are not bit-exact.
+    """Fails if adapters, or training with shards in host memory, resumed on the device or from it, are not bit-exact.
 
     Also fails if a step does not wait for the copy of a pending save.
     """
@@ -390,15 +335,10 @@ def test_experts_are_saved_as_one_tensor_each(ranks: Any) -> None:
         assert rank["saved"] and rank["experts_moved"] == 2 * 3 * 3  # w1, w2, w3 of 3 experts in 2 layers
 
 
-def test_a_parameter_that_one_rank_does_not_use(ranks: Any) -> None:
-    """Fails if the ranks' reductions do not match, so that they hang or sum the wrong gradients."""
-    assert all(rank["sometimes"] <= 1e-5 for rank in ranks)
-
-
 def test_ranks_share_the_cores_of_their_host(ranks: Any) -> None:
-    """Fails if host optimizers use one thread each or too many, or the setting remains afterwards."""
+    """Fails if host optimizers use one thread each or too many."""
     cores = len(os.sched_getaffinity(0))
-    assert all(rank["threads"] == [max(1, cores // 2), 3, 1] for rank in ranks)
+    assert all(rank["threads"] == max(1, cores // 2) for rank in ranks)
 
 
 def test_after_an_error_in_a_forward_pass(ranks: Any) -> None:
@@ -421,7 +361,7 @@ def test_a_malformed_micro_batch_on_one_rank(ranks: Any) -> None:
         assert caught[case][0] == "DataError" and text in caught[case][1], (case, caught[case])
     for case in ("token", "sampled token"):
         assert caught[case][0] == "NumericsError" and "vocabulary" in caught[case][1], (case, caught[case])
-    assert caught["after"] == (str(N_SHORT), str(N_SHORT + 1))
+    assert caught["after"] == ("0", "1")
 
 
 def test_logprobs_of_the_reference(ranks: Any, root: Path) -> None:

@@ -1,7 +1,7 @@
 """Compare losses of the Megatron student with the fused LM head with dense losses of an HF model. float32.
 
-`test_megatron_parity` trains on the top-k forward KL. This file tests a mixture of every kind of loss, the teacher's
-hidden states, and hidden states that are split over the sequence.
+`test_megatron_parity` trains on the top-k forward KL. This file tests a mixture of every kind of loss, and the
+teacher's hidden states. Hidden states of the student that are split over the sequence: test_loss_curves.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.types import MicroBatch
 from teacher_server.wire.protocol import Signal
-from tests.device import rank_device
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches, read_model
@@ -35,6 +33,10 @@ SPEC = LossSpec(
     temperature=0.9,
 )
 TEACHER_WIDTH = 5
+
+
+def _layouts_of(size: int) -> list[str]:
+    return [name for name, layout in LAYOUTS.items() if layout[0] == size]
 
 
 def _teacher_head() -> np.ndarray:
@@ -76,12 +78,12 @@ def _reference(folder: Path, signal: Signal) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[tuple[str, str, str], Any]:
-    """Return, in a rank, (loss, gradients) by (layout, kind, signal)."""
+def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, str, str], Any]:
+    """Return, in a rank, (loss, gradients) by (layout, kind, signal), of the layouts of this size."""
     from megatron.core import parallel_state
 
     measured: dict[tuple[str, str, str], Any] = {}
-    for name in names:
+    for name in _layouts_of(world_size):
         _, tp, pp = LAYOUTS[name]
         for kind in KINDS:
             for signal in SIGNALS:
@@ -97,53 +99,6 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
     return measured
 
 
-def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
-    """Compare, in a rank, gradients of hidden states gathered over the sequence with dense ones."""
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-    from gkd.actor.megatron.cpu_shim import install_cpu_shim
-    from gkd.loss.distill_loss import DistillLoss
-    from gkd.loss.row_kernels import TorchRows
-    from gkd.loss.vocab_parallel import VocabShard
-
-    install_cpu_shim()
-    (batch,) = make_micro_batches(7, count=1)
-    targets = batch.targets
-    n_positions, width, rows = 8, 6, (VOCAB + 1) // 2  # the sequence plus one position, which is divisible
-    generator = torch.Generator().manual_seed(7)
-    hidden, head = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(rank_device())
-        for shape in ((n_positions, 1, width), (rows * 2, width))
-    )
-    spec = LossSpec((LossTerm("forward_kl"), LossTerm("sft")))
-    targets.on_policy = torch.arange(len(targets)) % 2 == 0
-    targets = targets.on(rank_device())
-    loss = DistillLoss(spec, ("topk",), VocabShard(rank * rows, VOCAB, dist.group.WORLD), TorchRows(), 2 * rows * 8)
-
-    dense, dense_head = hidden.clone().requires_grad_(), head[:VOCAB].clone().requires_grad_()
-    dense_losses(spec, targets, dense[batch.loss_index, 0] @ dense_head.T).sum().backward()
-    off = {}
-    for reduce_hidden_grad in (False, True):
-        part = hidden.chunk(world_size)[rank].clone().requires_grad_()
-        own_head = head.chunk(world_size)[rank].clone().requires_grad_()
-        whole = gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=True, group=dist.group.WORLD)
-        value, _ = loss.from_hidden(
-            whole[batch.loss_index, 0], own_head, targets, reduce_hidden_grad=reduce_hidden_grad
-        )
-        value.backward()
-        n_real = loss.shard.n_columns(rows)
-        off[f"hidden {reduce_hidden_grad}"] = float((part.grad - dense.grad.chunk(world_size)[rank]).abs().max())
-        off[f"head {reduce_hidden_grad}"] = float(
-            (own_head.grad[:n_real] - dense_head.grad[rank * rows :][:n_real]).abs().max()
-        )
-    return off
-
-
-def _world(rank: int, world_size: int, root: Path) -> tuple[dict[tuple[str, str, str], Any], dict[str, float]]:
-    names = [name for name, layout in LAYOUTS.items() if layout[0] == world_size]
-    return _measure(rank, world_size, root, names), _sequence_parallel(rank, world_size) if world_size == 2 else {}
-
-
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[int], list[Any]]]:
     """Return a folder with one HF model per kind, and a function that measures a world of a given size."""
@@ -151,7 +106,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[in
     root = tmp_path_factory.mktemp("losses")
     for kind in KINDS:
         make_hf_folder(root / kind, kind)
-    return root, functools.cache(lambda size: run_ranks(_world, size, root, timeout_s=150.0))
+    return root, functools.cache(lambda size: run_ranks(_measure, size, root, timeout_s=150.0))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -162,18 +117,11 @@ def test_gradients_are_those_of_plain_training(worlds: Any, kind: str, signal: S
     root, ranks_of = worlds
     loss, expected = _reference(root / kind, signal)
     assert max(float(grad.abs().max()) for grad in expected.values()) > 0.01  # otherwise 1e-5 is not a test
-    for name in [name for name, layout in LAYOUTS.items() if layout[0] == size]:
-        results = [measured[name, kind, signal] for measured, _ in ranks_of(size)]
+    for name in _layouts_of(size):
+        results = [measured[name, kind, signal] for measured in ranks_of(size)]
         assert [result[0] for result in results] == pytest.approx([loss] * size, abs=1e-5)
         assert {key for _, grads in results for key in grads} == set(expected)
         for _, grads in results:
             for key, grad in grads.items():
                 off = np.abs(grad - expected[key].numpy()).max()
                 assert off <= 1e-5, (name, key, off)
-
-
-def test_sequence_parallel(worlds: Any) -> None:
-    """Fails if the gradient of hidden states split over the sequence is summed twice, or not at all."""
-    for _, off in worlds[1](2):
-        assert max(off["hidden False"], off["head False"], off["head True"]) <= 1e-10, off
-        assert off["hidden True"] > 1e-3, off  # summed by the loss and by the gather: the test detects it

@@ -14,15 +14,7 @@ import torch.distributed as dist
 
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import MOE_KINDS, save_references
-from tests.dist.parity_cases import (
-    N_STEPS,
-    check_forward,
-    check_gradients,
-    check_training,
-    measure,
-    reference_of,
-    share_of,
-)
+from tests.dist.parity_cases import N_STEPS, check, measure, reference_of, share_of
 from tests.dist.resume_cases import exported, save
 from tests.dist.resume_cases import weights as digests
 from tests.dist.student_cases import build_student
@@ -109,20 +101,12 @@ def _resume(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-class TestParity:
-    """One class, so that a failure names layout and architecture."""
-
-    def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
-        """Fails if tokens are routed to other experts than in HF, or an expert is on the wrong rank or not exported."""
-        check_forward([rank[layout, kind] for rank in results])
-
-    def test_gradients(self, results: Any, references: Path, layout: str, kind: str) -> None:
-        """Fails if an expert's or the router's gradient is reduced over the wrong ranks, or scaled twice."""
-        check_gradients([rank[layout, kind] for rank in results], references / kind)
-
-    def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
-        """Fails if the clipping norm omits experts, or their optimizer differs from plain AdamW."""
-        check_training([rank[layout, kind] for rank in results], references / kind)
+def test_experts_train_as_in_plain_hugging_face(results: Any, references: Path, layout: str, kind: str) -> None:
+    """Fails if tokens are routed to other experts than in HF, or an expert is on the wrong rank or not exported; if an
+    expert's or the router's gradient is reduced over the wrong ranks, or scaled twice; or if the clipping norm omits
+    experts, or their optimizer differs from plain AdamW.
+    """
+    check([rank[layout, kind] for rank in results], references / kind)
 
 
 @pytest.mark.slow
@@ -131,9 +115,7 @@ def test_larger_layouts(references: Path, layout: str) -> None:
     """Fails if experts with TP, PP and DP train differently, or ranks run different numbers of micro-batches."""
     kind = "qwen3_moe_mixed"
     ranks = run_ranks(_measure, LARGER_LAYOUTS[layout][-1], references, layout, kind, timeout_s=250.0)
-    check_forward(ranks)
-    check_gradients(ranks, references / kind)
-    check_training(ranks, references / kind)
+    check(ranks, references / kind)
 
 
 @pytest.mark.parametrize("kind", [RESUMED[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in RESUMED[1:])])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import KINDS, save_references
-from tests.dist.parity_cases import N_STEPS, check_forward, check_gradients, check_training, measure
+from tests.dist.parity_cases import N_STEPS, check, measure
 from tests.dist.student_cases import build_student
 
 # name -> (world size, tp, pp)
@@ -77,17 +77,9 @@ def _measure_all(rank: int, world_size: int, root: Path, names: list[str]) -> di
         for kind in kinds_of(name)
     ],
 )
-class TestParity:
-    """One class, so that a failure names layout and architecture."""
-
-    def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
-        """Fails if import maps a tensor wrongly, export is not its inverse, or a stage exports names of another."""
-        check_forward([rank[kind] for rank in results(layout)])
-
-    def test_gradients(self, results: Any, references: Path, layout: str, kind: str) -> None:
-        """Fails if loss scaling, a TP/PP/DP reduction, recompute or the gradient of the loss is wrong."""
-        check_gradients([rank[kind] for rank in results(layout)], references / kind)
-
-    def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
-        """Fails if AdamW, weight-decay groups, clipping, or the reported statistics differ from plain training."""
-        check_training([rank[kind] for rank in results(layout)], references / kind)
+def test_a_layout_trains_as_plain_hugging_face(results: Any, references: Path, layout: str, kind: str) -> None:
+    """Fails if import maps a tensor wrongly, export is not its inverse, or a stage exports names of another; if loss
+    scaling, a TP/PP/DP reduction, recompute or the gradient of the loss is wrong; or if AdamW, weight-decay groups,
+    clipping, or the reported statistics differ from plain training.
+    """
+    check([rank[kind] for rank in results(layout)], references / kind)
