@@ -17,8 +17,7 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import Window
 from gkd.text.comparison import Comparison
 from teacher_server.wire.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
-from tests.refusals import refuses
-from tests.service.harness import connect, random_rollouts, score, submit
+from tests.service.harness import random_rollouts, score, submit
 from tests.service.scripted import (
     N_VOCAB,
     K,
@@ -221,17 +220,3 @@ def test_a_missed_mass_target_is_an_error() -> None:
         pytest.raises(TeacherError, match="1 of 8 .*0.5.*0.9"),
     ):
         submit(teacher, random_rollouts(1, N_VOCAB)[0], mass=0.9).result(timeout=30)
-
-
-def test_bad_keys_are_config_errors() -> None:
-    """Fails if wrong keys are only detected by the server, after the rollouts."""
-    with refuses("teacher.keys"):
-        connect(15555, keys="no/such/folder")
-
-
-def test_an_invalid_sequence_is_an_error_that_names_it() -> None:
-    """Fails if an invalid rollout is sent, or its error lacks the prompt and sample."""
-    rollout = random_rollouts(1, N_VOCAB)[0]
-    rollout.response_ids[0] = -1
-    with connect(15555, n_vocab=N_VOCAB) as teacher, pytest.raises(TeacherError, match="prompt 0, sample 0"):
-        submit(teacher, rollout)
