@@ -17,7 +17,8 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import Window
 from gkd.text.comparison import Comparison
 from teacher_server.wire.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
-from tests.service.harness import random_rollouts, score, submit
+from tests.refusals import refuses
+from tests.service.harness import connect, random_rollouts, score, submit
 from tests.service.scripted import (
     N_VOCAB,
     K,
@@ -220,3 +221,9 @@ def test_a_missed_mass_target_is_an_error() -> None:
         pytest.raises(TeacherError, match="1 of 8 .*0.5.*0.9"),
     ):
         submit(teacher, random_rollouts(1, N_VOCAB)[0], mass=0.9).result(timeout=30)
+
+
+def test_bad_keys_are_config_errors() -> None:
+    """Fails if wrong keys are only detected by the server, after the rollouts."""
+    with refuses("teacher.keys"):
+        connect(15555, keys="no/such/folder")
