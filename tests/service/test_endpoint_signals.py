@@ -231,9 +231,9 @@ def test_a_mixture_asks_once_for_each_sequence_and_within_the_window() -> None:
 
     mixture = "distill.losses=[{name: forward_kl}, {name: k1}]"
     with (
+        ThreadPoolExecutor(1) as pool,
         ScriptedServer(script) as server,
         endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB) as (opened, client),
-        ThreadPoolExecutor(1) as pool,
     ):
         scores = pool.submit(opened.score, random_rollouts(15, SCRIPTED_VOCAB))
         wait_until(lambda: len(seen) >= 2 and client.health().n_in_flight == 15, 30.0, "all requests of the chunk")
