@@ -268,7 +268,7 @@ def test_a_watched_run_reloads_itself(open_page: Open, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gkd.tools.report", str(root), "--watch", "1.5"]
     watching = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        _wait_for(file)
+        wait_until(file.exists, 60.0, "the report")
         page = open_page(file)
         page.select_option("#sample-step", "0")
         with (root / "metrics.jsonl").open("a") as lines:
@@ -281,7 +281,3 @@ def test_a_watched_run_reloads_itself(open_page: Open, tmp_path: Path) -> None:
         watching.kill()
     assert watching.returncode == 0 and out.count("report.html") >= 3
     assert '"reload_s":0}' in file.read_text(), "the last page does not reload itself"
-
-
-def _wait_for(file: Path) -> None:
-    wait_until(file.exists, 60.0, str(file))

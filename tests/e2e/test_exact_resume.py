@@ -17,7 +17,6 @@ import pytest
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab, left_behind
 from tests.e2e.exactness import steps_of
-from tests.e2e.kill_matrix import Kill, Runs, torture
 from tests.e2e.killed_main import generation_of
 from tests.e2e.test_loop import interrupt, start, wait_for_step
 
@@ -56,13 +55,3 @@ def test_a_resumed_run_replaces_its_engine_and_ends_at_a_signal(base_run: Path, 
         assert [after[step][key] for key in exact] == [before[step][key] for key in exact]
     reached = int(read_metrics(run_dir / "metrics.jsonl")[-1]["step"])
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{reached:08d}"
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_bit_exactly(base_run: Path, lab: Lab, teacher_port: int) -> None:
-    """If it fails, a SIGKILL during a save changes the resumed run."""
-    runs = Runs(lab, teacher_port, lab.root / "killed_logs", ("trainer.save_every=1", "trainer.resume=auto"))
-    # The first visit of the stage is at step 0, where no save is due.
-    outcomes = torture(runs, base_run, lab.root / "killed", [Kill("checkpoint", 3, 0.03, "all")])
-    assert [o.killed for o in outcomes] == [True], "the run finished before its kill, so nothing was tested"
-    assert outcomes[0].reached == 2 and outcomes[0].resumed_from == 0

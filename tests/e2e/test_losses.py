@@ -17,7 +17,7 @@ from tests.e2e.exactness import differences, steps_of
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.slow  # in CI test_other_tokenizer.py has hidden states in a stream, tests/service/test_routes.py routes
+@pytest.mark.slow  # in CI test_other_tokenizer.py has a stream, tests/service/test_routes.py the heads of routes
 def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> None:
     """If it fails, the LM head of two routes to one teacher does not reach the actor, its logits do not reduce the KL,
     a stream of real engines does not feed the loop, a stream has other shares of the routes, or the student generates

@@ -18,7 +18,7 @@ from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.preflight.run import preflight
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import EOS, Lab, resized
-from tests.service.harness import TRIVIAL, ServerProcess
+from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -115,14 +115,3 @@ def test_a_padded_teacher_vocabulary_is_truncated_to_the_shared_ids(lab: Lab) ->
     with ServerProcess(resized(lab.teacher, 32064), lab.root) as server:
         plan = planned(lab, server.port, f"trainer.run_dir={lab.root / 'padded_run'}")
         assert (plan.comparison.n_vocab, plan.teachers[0].vocab_size, plan.eos_ids) == (32003, 32064, [EOS])
-
-
-def test_a_teacher_without_tokenizer(lab: Lab) -> None:
-    """If it fails, the error names the student's tokenizer, or the tokenizers are not compared."""
-    bare = lab.root / "bare_teacher"
-    shutil.copytree(lab.teacher, bare)
-    for file in bare.glob("*token*"):
-        file.unlink()
-    with ServerProcess(bare, lab.root, options=TRIVIAL) as server:
-        error = refused(lab, server.port)
-    assert error.key == "teacher.server_port" and str(bare) in error.problem

@@ -37,6 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 engine: {TRIVIAL[1]}
 log_format: json
 metrics_port: 0
+max_batch_tokens: 32768
 teachers:
   math: {{model: {trivial_model(folder / "math")}, gpus: [4]}}
   code: {{model: {trivial_model(folder / "code", 2000)}, gpus: [GPU-5]}}
@@ -209,13 +210,9 @@ def test_sigusr1_drains(tmp_path: Path) -> None:
         assert server.process.wait(timeout=30) == 0 and "drained" in server.log_text()
 
 
-def test_large_batches_ask_for_more_sequences(tmp_path: Path) -> None:
+def test_large_batches_ask_for_more_sequences(server: ServerProcess) -> None:
     """Fails if a client that follows the server's number leaves batches of short sequences half empty."""
-    options = (*TRIVIAL, "--max-batch-tokens", "32768")
-    with (
-        ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server,
-        connect(server.port) as client,
-    ):
+    with connect(server.port, name="math") as client:
         assert client.info().n_streams * 256 >= 2 * 32768
 
 

@@ -227,11 +227,3 @@ def test_bad_keys_are_config_errors() -> None:
     """Fails if wrong keys are only detected by the server, after the rollouts."""
     with refuses("teacher.keys"):
         connect(15555, keys="no/such/folder")
-
-
-def test_an_invalid_sequence_is_an_error_that_names_it() -> None:
-    """Fails if an invalid rollout is sent, or its error lacks the prompt and sample."""
-    rollout = random_rollouts(1, N_VOCAB)[0]
-    rollout.response_ids[0] = -1
-    with connect(15555, n_vocab=N_VOCAB) as teacher, pytest.raises(TeacherError, match="prompt 0, sample 0"):
-        submit(teacher, rollout)

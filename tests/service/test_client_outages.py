@@ -171,16 +171,6 @@ def test_the_client_reconnects_after_an_oversize_frame() -> None:
 # Keys
 
 
-def test_a_client_with_a_listed_key_is_served(tmp_path: Path) -> None:
-    """Fails if teacher.keys is not applied, also after a reconnect."""
-    make_keys(tmp_path, ["trainer"], [])
-    bundle = str(tmp_path / "bundles" / "trainer")
-    with ScriptedServer(always_valid, load_server_keys(tmp_path)) as server, client(server, keys=bundle) as teacher:
-        assert len(dict(score(teacher, random_rollouts(3, N_VOCAB)))) == 3
-        server.reconnect()
-        assert len(dict(score(teacher, random_rollouts(3, N_VOCAB)))) == 3
-
-
 def test_a_refused_key_is_reported_and_retried(tmp_path: Path) -> None:
     """Fails if a refused key gives the error of an absent server, or if a key added later is not tried again."""
     make_keys(tmp_path, ["trainer"], [])

@@ -204,16 +204,6 @@ def test_an_outage_in_the_middle_of_a_stream() -> None:
             rows(teacher, "logits")
 
 
-def test_close_ends_a_stream() -> None:
-    """Fails if a stream waits after the client is closed."""
-    with StreamingServer() as server:
-        teacher = client(server)
-        server.on_next = lambda stream, index: [stream.message(index)] if index < 2 else []
-        threading.Timer(0.2, teacher.close).start()
-        with pytest.raises(TeacherError):
-            rows(teacher, "logits")
-
-
 def test_rows_of_another_wire_dtype_are_refused() -> None:
     """Fails if a worker that ignores the wire mode can double the traffic."""
     with (

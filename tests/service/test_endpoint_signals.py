@@ -21,7 +21,7 @@ from gkd.scoring.teacher.window import Window
 from gkd.text.comparison import Comparison
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.engines.base import ScoreParams
-from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
+from teacher_server.wire.protocol import ScoreRequest, Signal
 from tests.processes import wait_until
 from tests.service.engine_host import plain_logits, plain_logprobs, sequences_of
 from tests.service.harness import ServerProcess, random_rollouts, with_ids
@@ -216,71 +216,34 @@ def test_logits(
 
 
 def test_a_mixture_asks_once_for_each_sequence_and_within_the_window() -> None:
-    """Fails if the second table of a sequence costs a request of its own, or a chunk exceeds the window."""
+    """Fails if the second table of a sequence costs a request of its own, more sequences are in flight than the window
+    allows, or a refused sequence is skipped, or the teacher still computes the rest of its chunk.
+    """
     seen: list[ScoreRequest] = []
 
     def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
         seen.append(request)
-        return [error(request, "engine")] if len(seen) == 2 else []
+        return []
+
+    def refuse() -> None:
+        for identity in server.identities:
+            server.send(identity, [error(seen[1], "engine")])
 
     mixture = "distill.losses=[{name: forward_kl}, {name: k1}]"
     with (
+        ThreadPoolExecutor(1) as pool,
         ScriptedServer(script) as server,
         endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB) as (opened, client),
     ):
-        with pytest.raises(TeacherError, match=r"prompt 3, sample 0.*engine"):
-            opened.score(random_rollouts(15, SCRIPTED_VOCAB))
-        found = [(request.signal, request.with_sampled, len(request.sequences)) for request in seen[:2]]
+        scores = pool.submit(opened.score, random_rollouts(15, SCRIPTED_VOCAB))
+        wait_until(lambda: len(seen) >= 2 and client.health().n_in_flight == 15, 30.0, "all requests of the chunk")
+        assert client.info(), "a third request would arrive before this one"
+        found = [(request.signal, request.with_sampled, len(request.sequences)) for request in seen]
         assert found == [("topk", True, 3)] * 2
+        server.do(refuse)
+        with pytest.raises(TeacherError, match=r"prompt 3, sample 0.*engine"):
+            scores.result(timeout=30)
         wait_until(lambda: client.stats.n_cancelled == 4, 30.0, "cancellation of the other four requests")
-
-
-def test_a_chunk_stays_within_the_window() -> None:
-    """Fails if more sequences are in flight than the window allows, or their scores are swapped."""
-    held: list[Message] = []
-    n_sent_at_once = []
-
-    def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
-        held.append(valid_reply(request, tokens))
-        return []
-
-    def release() -> None:
-        n_sent_at_once.append(len(held))
-        for identity in server.identities:
-            server.send(identity, held)  # a client drops the replies to others
-        held.clear()
-
-    rollouts = random_rollouts(12, SCRIPTED_VOCAB)
-    with (
-        ScriptedServer(script) as server,
-        endpoint(server.port, n_vocab=SCRIPTED_VOCAB, window=(6,)) as (opened, client),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        scores = pool.submit(opened.score, rollouts)
-        for _ in range(2):
-            wait_until(lambda: len(held) >= 6, 30.0, "six sequences in flight")
-            assert client.info()  # a seventh would arrive before this request
-            server.do(release)
-        got = scores.result(timeout=30)[0]
-        assert n_sent_at_once == [6, 6] and len(server.identities) == 1
-    for rollout, score in zip(rollouts, got, strict=True):
-        assert score.topk is not None and np.array_equal(score.topk.ids[:, 0], rollout.response_ids)
-
-
-def test_the_first_error_ends_a_chunk_of_logits() -> None:
-    """Fails if a refused sequence is skipped, or the teacher still computes the rest of its chunk."""
-
-    def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
-        return [error(request, "engine")] if len(server.of(ScoreRequest)) == 1 else []
-
-    with (
-        ScriptedServer(script) as server,
-        endpoint(server.port, "teacher.signal=logits", n_vocab=SCRIPTED_VOCAB) as (opened, _),
-    ):
-        with pytest.raises(TeacherError, match="prompt 0, sample 0.*engine"):
-            opened.score(random_rollouts(3, SCRIPTED_VOCAB))
-        others = {request.request_id for request in server.of(ScoreRequest)[1:]}
-        wait_until(lambda: {cancel.request_id for cancel in server.of(Cancel)} >= others, 30.0, "the cancellations")
 
 
 @pytest.mark.parametrize("signal", ["topk", "sampled", "hidden", "logits"])

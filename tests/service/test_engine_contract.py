@@ -37,7 +37,7 @@ from tests.service.engine_host import (
 pytestmark = pytest.mark.service
 # 1e-3 is the documented bound; docs/results/teacher.json has 2.2e-5. On a GPU vLLM's attention rounds factors to
 # 10 bits, in an order that depends on the batch: 2.1e-2 at most on an H200.
-TOLERANCE, SAME, SAME_IDS = (3e-2, 2e-2, 0.97) if on_cuda() else (1e-3, 2e-5, 0.999)
+TOLERANCE, SAME = (3e-2, 2e-2) if on_cuda() else (1e-3, 2e-5)
 BATCH = mixed_batch()
 
 
@@ -371,14 +371,3 @@ def test_requests_that_a_model_cannot_process_are_refused(ask: Ask) -> None:
         (good, ScoreParams("sampled", n_vocab=2), "n_vocab = 2"),
     ):
         assert token in str(ask("problem", sequence, params))
-
-
-def test_the_engines_agree(hf: Ask, vllm: Ask) -> None:
-    """Fails if the scores depend on --engine."""
-    params = ScoreParams("topk", k=8)
-    same, total = 0, 0
-    for a, b in zip(hf("score", BATCH, params), vllm("score", BATCH, params), strict=True):
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
-        same, total = same + (a.ids == b.ids).sum(), total + a.ids.size
-    assert same / total > SAME_IDS
-    np.testing.assert_array_equal(hf("lm_head", "fp32"), vllm("lm_head", "fp32"))

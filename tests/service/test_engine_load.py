@@ -33,7 +33,6 @@ from tests.service.engine_host import (
     save_biased_model,
     save_engine_model,
 )
-from tests.service.harness import TRIVIAL, trivial_model
 from tests.service.test_engine_contract import TOLERANCE, check_topk
 
 pytestmark = pytest.mark.service
@@ -83,12 +82,6 @@ def test_a_missing_vllm_is_an_error_before_loading(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ServerError, match="--engine vllm: .*--engine hf"):
         load_engine(EngineSettings(model=str(tmp_path), max_tokens=10, engine="vllm", device="cpu"))
-
-
-def test_an_engine_of_your_own_is_loaded_by_its_import_path(tmp_path: Path) -> None:
-    """Fails if a function of the user is not called with the settings, or load tests need a model with weights."""
-    engine = load_engine(EngineSettings(model=str(trivial_model(tmp_path, 777)), max_tokens=50, engine=TRIVIAL[1]))
-    assert (engine.name, engine.vocab_size, engine.max_tokens) == ("trivial", 777, 50)
 
 
 @pytest.mark.parametrize(("cap", "spread"), [(1.0, 0.3), (30.0, 0.05)])

@@ -17,7 +17,6 @@ from teacher_server.client.requests import RequestMessage, RequestSettings
 from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import (
     ErrorReply,
-    ScoreReply,
     ScoreRequest,
     Signal,
     as_frame,
@@ -109,21 +108,15 @@ def message(rollouts: list[Rollout], signal: Signal = "topk", **changes: Any) ->
     )
 
 
-def test_the_tokens_carry_the_mask(trivial_server: ServerProcess) -> None:
-    """Fails if two masks of one sequence have the same digest, ids are lost, or the header has another number."""
+def test_the_tokens_carry_the_mask() -> None:
+    """Fails if two masks of one sequence have the same digest, or ids are lost."""
     (rollout,) = trajectories(1, response=(20, 20))
-    own = rollout.own
     sent = message([rollout])
     tokens = np.frombuffer(sent.frames[0], "<i4")
     response = tokens[len(rollout.prompt_ids) :]
     np.testing.assert_array_equal(tokens[: len(rollout.prompt_ids)], rollout.prompt_ids)
-    np.testing.assert_array_equal(response, np.where(own, rollout.response_ids, -1 - rollout.response_ids))
-    header = sent.header
-    assert (header.n_own, header.n_rows) == (own.sum(), own.sum())
+    np.testing.assert_array_equal(response, np.where(rollout.own, rollout.response_ids, -1 - rollout.response_ids))
     assert sent.digest == token_digest(tokens) != message([replace(rollout, own=None)]).digest
-    reply = replies.decode(raw(trivial_server.port, [requests.encode(header), *map(bytes, sent.frames)])[0])
-    assert isinstance(reply, ScoreReply)
-    assert (reply.n_rows, reply.token_digest) == (own.sum(), sent.digest)
 
 
 def test_without_observations_nothing_new_is_sent() -> None:

@@ -58,17 +58,6 @@ def test_a_sequence_longer_than_the_credit_is_still_served() -> None:
     assert len(list(queue.assign())) == 1
 
 
-def test_a_full_queue_refuses_requests_until_it_is_emptied() -> None:
-    """Fails if the memory of queued requests is unbounded, or is not released on assignment."""
-    queue = make_queue(max_queue_bytes=10_000)
-    admissions = [submit(queue, b"c", request(), 3000, 0.0) for _ in range(4)]
-    assert admissions == ["queued", "queued", "full", "full"]
-    queue.heartbeat(b"a", hello(1000), 0.0)
-    assert len(list(queue.assign())) == 2
-    assert queue.queued_bytes == 0
-    assert submit(queue, b"c", request(), 3000, 0.0) == "queued"
-
-
 def test_a_resend_is_not_queued_twice_but_renews_the_deadline() -> None:
     """Fails if a resend after a client's time-out doubles the work of a busy server."""
     queue = make_queue()
@@ -229,18 +218,6 @@ def test_the_end_of_a_stream_counts_only_with_its_beginning() -> None:
     queue.heartbeat(b"a", hello(name="wa"), 0.0)
     assert queue.complete(b"a", job.job_id) is None
     assert queue.complete(b"b", job.job_id) is job
-
-
-def test_a_leaving_worker_gets_no_requests_and_is_drained_when_done() -> None:
-    """Fails if a leaving worker gets new requests, or counts as drained with unfinished ones."""
-    queue = make_queue(a=hello())
-    submit(queue, b"c", request())
-    ((_, job),) = queue.assign()
-    queue.heartbeat(b"a", hello(leaving=True), 0.1)
-    submit(queue, b"c", request())
-    assert list(queue.assign()) == [] and queue.drained_workers() == []
-    queue.complete(b"a", job.job_id)
-    assert queue.drained_workers() == [b"a"]
 
 
 def test_a_reconnect_does_not_count_as_an_attempt() -> None:

@@ -140,8 +140,9 @@ def test_the_checks_before_the_start_name_the_route(server: ServerProcess, other
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0}
 
-    with refuses("teacher.routes.b.server_port"):
-        check_teacher(config, route, replace(request_info(route), tokenizer_fingerprint=""), Tokenizer(), CUT)
+    info = replace(request_info(route), tokenizer_fingerprint="")
+    with refuses("teacher.routes.b.server_port", text=info.model_path):
+        check_teacher(config, route, info, Tokenizer(), CUT)
 
 
 def test_hidden_states_of_two_teachers_share_one_head(server: ServerProcess, other_server: ServerProcess) -> None:

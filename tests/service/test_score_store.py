@@ -168,7 +168,6 @@ import sys
 from pathlib import Path
 from tests.service.test_score_store import from_dataset, key_of, scores_of
 from gkd.scoring.teacher.store import ScoreStore
-from gkd.text.comparison import Comparison
 store = ScoreStore(Path(sys.argv[1]))
 for rollout in from_dataset(20_000):
     store.put(key_of(rollout), rollout, scores_of(rollout))

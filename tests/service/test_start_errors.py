@@ -104,14 +104,6 @@ def test_a_worker_with_wrong_settings_exits(tmp_path: Path, words: tuple[str, ..
     assert done.stderr.splitlines()[-1].startswith("error: ") and token in done.stderr
 
 
-def test_a_worker_refuses_a_leftover_adapter(tiny_model: Path, tmp_path: Path) -> None:
-    """Fails if a worker on another host loads a folder that a server would refuse."""
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
-    done = run("worker", "--model", str(folder), "--engine", "hf", "--broker", "127.0.0.1:1", code=2)
-    assert "adapter_config.json" in done.stderr.splitlines()[-1]
-
-
 @pytest.mark.parametrize("row", [0, 7, 19990, 19999])
 def test_the_fingerprint_depends_on_the_rows_of_added_tokens(tiny_model: Path, tmp_path: Path, row: int) -> None:
     """Fails if two checkpoints are one teacher although they differ in the trained rows of a few added tokens."""

@@ -6,7 +6,6 @@ The engine is a stub, so that tests can make it fail or hang, and count its call
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from teacher_server.wire.payload import unpack_rows, unpack_topk
 from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     ErrorReply,
-    HeadRequest,
     RowsReply,
     ScoreReply,
     as_frame,
@@ -94,10 +92,6 @@ class StubEngine:
             return [make_scores(sequence.n_response, params.k) for sequence in batch]
         self.streams += [RowNumbers(sequence.n_response, WIDE) for sequence in batch]
         return list(self.streams[-len(batch) :])
-
-    def lm_head(self, wire: str) -> RowNumbers:
-        self.streams.append(RowNumbers(self.vocab_size, self.hidden_size))
-        return self.streams[-1]
 
 
 class ScriptedBroker:
@@ -302,17 +296,6 @@ def test_a_cancelled_stream_is_closed(broker: ScriptedBroker, engine: StubEngine
     assert broker.receives_only_hellos(0.2)
 
 
-def test_the_lm_head_is_a_stream(broker: ScriptedBroker) -> None:
-    """Fails if the LM head is not sent, or its token digest is not zero."""
-    request = HeadRequest(request_id=os.urandom(16), wire="fp32", deadline_s=5.0)
-    broker.send(
-        Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=5.0), requests.encode(request)
-    )
-    final, header, _ = broker.reply()
-    assert final and (header.signal, header.n_rows, header.n_cols) == ("head", 50, 8)
-    assert header.token_digest == bytes(16)
-
-
 def test_a_broken_connection_is_a_new_worker(broker: ScriptedBroker, engine: StubEngine) -> None:
     """Fails if requests of the old connection are computed again, or the worker does not rejoin a new broker."""
     broker.assign(1, harmless(31), signal="logits", prompt_length=1)
@@ -362,13 +345,6 @@ def test_refused_connections_are_retried_with_a_backoff() -> None:
         link.leave()
         assert link.inbox.get(timeout=5) is not None
         link.close()
-
-
-def test_the_reason_of_a_dismissal_is_returned(broker: ScriptedBroker) -> None:
-    """Fails if an excluded worker exits without the reason, which its log needs."""
-    broker.send(Dismiss(why="NaN in logprobs"))
-    broker.thread.join(timeout=30)
-    assert broker.reasons == ["NaN in logprobs"]
 
 
 def test_a_failed_device_ends_the_worker(broker: ScriptedBroker) -> None:
