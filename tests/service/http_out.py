@@ -38,9 +38,13 @@ class HttpProcess:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env)
         exited = self.process.poll
-        wait_until(lambda: self.ready_file.exists() or exited() is not None, _START_S * patience(), "HTTP server")
-        assert exited() is None, self.log_text()
-        self.url = f"http://127.0.0.1:{json.loads(self.ready_file.read_text())['port']}"
+        try:
+            wait_until(lambda: self.ready_file.exists() or exited() is not None, _START_S * patience(), "HTTP server")
+            assert exited() is None, self.log_text()
+            self.url = f"http://127.0.0.1:{json.loads(self.ready_file.read_text())['port']}"
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

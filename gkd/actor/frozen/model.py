@@ -137,10 +137,10 @@ class FrozenModel:
             with open_tensors(folder) as tensors:
                 self.places = match_files(hf, folder, tensors)
             layers = layer_list(hf)
-        self.vocab_size, self.hidden_size = map(int, hf.get_output_embeddings().weight.shape)
+        head: Any = hf.get_output_embeddings()
+        self.vocab_size = len(head.weight)
         # The same limit as in the teacher server.
         self.max_tokens: int = getattr(hf.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        head: Any = hf.get_output_embeddings()
         self.has_plain_head = head.cap is None and head.bias is None  # the probe refuses other changes
         self.model = shard(hf, device=device, dtype=dtype, recompute=False, offload=cpu_offload)
         self.model.image_processor = self.image_processor
