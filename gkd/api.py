@@ -59,7 +59,7 @@ def train(config: str | Path | Sequence[str | Path] | None = None, **settings: A
     """
 
     loaded = load_config(config, [f"{key}={json.dumps(value)}" for key, value in _leaves("", settings)])
-    closing = Closing(loaded, [])
+    closing = Closing(loaded.trainer.run_dir, [])
     run(loaded, closing)
     closing.print(0)
     folder = Path(loaded.trainer.run_dir)

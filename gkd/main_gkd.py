@@ -15,8 +15,8 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from gkd.api import run
@@ -56,9 +56,13 @@ def main(argv: list[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python writes at its end
             return 0
         added = [word for word in overrides if word not in args.overrides and word.startswith("trainer.run_dir=")]
-        closing = Closing(config, [*(sys.argv[1:] if argv is None else argv), *added])
-        with _with_teacher(config, args) as with_teacher:
-            run(with_teacher, closing)
+        closing = Closing(config.trainer.run_dir, [*(sys.argv[1:] if argv is None else argv), *added])
+        with ExitStack() as stack:
+            if args.teacher:
+                from gkd.start.own_teacher import teacher_of_run
+
+                config = stack.enter_context(teacher_of_run(config, args.teacher, args.teacher_gpus))
+            run(config, closing)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"config error: {line}", file=sys.stderr)
@@ -144,19 +148,6 @@ def _overrides(args: argparse.Namespace) -> list[str]:
         folders = (f"runs/{name}-{i}" for i in itertools.count(1))
         words.append(f"trainer.run_dir={next(folder for folder in folders if not Path(folder).exists())}")
     return [*words, *args.overrides]
-
-
-@contextmanager
-def _with_teacher(config: Config, args: argparse.Namespace) -> Iterator[Config]:
-    """Serve the model of --teacher in the block, and yield the settings with its address."""
-    if not args.teacher:
-        yield config
-        return
-    from gkd.start.own_teacher import own_teacher, teacher_flags
-
-    log_file = Path(f"{config.trainer.run_dir}.teacher.log")
-    with own_teacher(args.teacher, teacher_flags(config, args.teacher_gpus), log_file) as port:
-        yield config.with_values({"teacher.server_ip": "127.0.0.1", "teacher.server_port": port})
 
 
 class _Help(argparse.Action):

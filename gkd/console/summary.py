@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.config.schema_sections import TrainerConfig
 from gkd.console.numbers import count, seconds
 from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
@@ -109,17 +111,16 @@ _TITLES = {0: "run finished", 1: "run failed", 130: "run interrupted"}
 
 
 class Closing:
-    """The closing words of a run that `gkd.main_gkd` started with these command-line arguments.
+    """The closing words of the run in a folder that `gkd.main_gkd` started with these command-line arguments.
 
     Attributes:
         state: None means the run has not reached its loop.
         device: that was chosen, "cpu" or "cuda"; empty: none yet.
     """
 
-    def __init__(self, config: Config, arguments: Sequence[str]) -> None:
-        self._config = config
+    def __init__(self, run_dir: str, arguments: Sequence[str]) -> None:
         self._arguments = arguments
-        self._root = Path(config.trainer.run_dir)
+        self._root = Path(run_dir)
         self.state: RunState | None = None
         self.device = ""
 
@@ -157,17 +158,18 @@ class Closing:
         best = CheckpointStore(self._root / CHECKPOINTS).best()
         if best is not None and self.state is not None and best.step < self.state.step:
             commands.append(f"{gkd} export {run} --best --out {run}/export_of_step_{best.step}")
-        if self._config.trainer.colocate or self._config.derived.teacher_pool:
+        config = load_config(self._root / "config.yaml")
+        if config.trainer.colocate or config.derived.teacher_pool:
             return [*commands, f"{gkd} memory --config {run}/config.yaml"]
-        return [*commands, f"{gkd} split {run}"] if self._has_split() else commands
+        return [*commands, f"{gkd} split {run}"] if self._has_split(config.trainer) else commands
 
-    def _has_split(self) -> bool:
+    def _has_split(self, trainer: TrainerConfig) -> bool:
         """Return whether the run has what `gkd split` measures; on the CPU there is no GPU to split."""
-        if self.state is None or self.device != "cuda" or self._config.trainer.replay:
+        if self.state is None or self.device != "cuda" or trainer.replay:
             return False
         n_steps = self.state.step - self.state.first_step
         n_evaluated = sum(step > self.state.first_step for step, _ in self.state.evaluations)
-        return n_steps - n_evaluated >= WARM_UP + MIN_STEPS + self._config.trainer.staleness_bound
+        return n_steps - n_evaluated >= WARM_UP + MIN_STEPS + trainer.staleness_bound
 
 
 def in_rows(command: str, width: int) -> str:

@@ -38,7 +38,7 @@ def test_the_newest_the_best_or_a_step_is_chosen(run: Path, capsys: pytest.Captu
     """
     for step, best, chosen in [(None, False, 6), (None, True, 2), (4, False, 4)]:
         assert step_of(export.find_checkpoint(run, step, best=best)) == chosen
-    closing = Closing(make(run.parent / "other", World()).config.with_values({"trainer.run_dir": str(run)}), [])
+    closing = Closing(str(run), [])
     closing.state = RunState(6)
     closing.state.step = 6
     closing.print(0)
@@ -117,7 +117,7 @@ def test_without_a_teacher_nothing_is_compared_or_sampled_in_vain(tmp_path: Path
     assert {key for key in numbers if key.startswith("eval/")} == {"eval/accuracy"}
     assert not {"load", "evaluate", "chunk", "submit"} & {*world.events}
     with refuses("teacher.backend"):
-        api.run(trainer.config, Closing(trainer.config, []))
+        api.run(trainer.config, Closing("", []))
 
 
 @pytest.mark.parametrize(

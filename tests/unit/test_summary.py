@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gkd import main_gkd
-from gkd.config.load import load_config
+from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.console.summary import COMMAND_ENV, Closing, in_rows, resume_command, serve_command, summary
 from gkd.errors import ClusterError, TeacherUnavailable
@@ -93,15 +93,17 @@ def closed(
     n_steps: int = 6,
 ) -> list[str]:
     """Return the commands that the end of a run prints."""
-    config = load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}", *arguments])
-    closing = Closing(config, ["--config", "my file.yaml", *arguments])
+    root = tmp_path / "my run"
+    root.mkdir(exist_ok=True)
+    (root / "config.yaml").write_text(config_yaml(load_config(None, arguments)))
+    closing = Closing(str(root), ["--config", "my file.yaml", *arguments])
     if with_state:
         closing.state, closing.device = run(), device
         for step in range(1, n_steps + 1):
             closing.state.add(step, line())
     closing.print(code)
     err = capsys.readouterr().err
-    assert "\n".join(err.splitlines()[:1]).endswith(str(tmp_path / "my run")) or not err
+    assert "\n".join(err.splitlines()[:1]).endswith(str(root)) or not err
     return [text.strip() for text in err.partition("next:")[2].splitlines() if text.strip()]
 
 
@@ -124,7 +126,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     store = CheckpointStore(tmp_path / "my run" / "checkpoints")
     for step in (2, 4):
         commit(store, step)
-    Closing(load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}"]), []).print(130)
+    Closing(str(tmp_path / "my run"), []).print(130)
     assert "step 4, " in (err := capsys.readouterr().err) and "step_00000004" in err
 
 
@@ -231,6 +233,8 @@ def test_each_end_of_a_run_prints_its_closing(
     def end(config: Config, closing: Closing) -> None:
         closing.state = run()
         closing.state.add(1, line())
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.yaml").write_text(config_yaml(config))
         if error is not None:
             raise error
 
