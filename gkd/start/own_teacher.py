@@ -53,7 +53,7 @@ def teacher_flags(config: Config, gpus: str) -> list[str]:
 
 @contextmanager
 def teacher_of_run(config: Config, model: str, gpus: str) -> Iterator[Config]:
-    """Serve a model while the block runs, and yield the settings with its address. See the functions of this file."""
+    """Serve a model while the block runs, and yield the settings with its address. Raises as what it calls."""
     log_file = Path(f"{config.trainer.run_dir}.teacher.log")
     with own_teacher(model, teacher_flags(config, gpus), log_file) as port:
         yield config.with_values({"teacher.server_ip": "127.0.0.1", "teacher.server_port": port})
